@@ -1,0 +1,150 @@
+//! What the host agent tells a shim, and what the shim answers when the sandbox is up: the seam between the
+//! `sandbox` crate and this one. JSON, read once; an unknown key is an error.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Everything a shim needs to build one sandbox. Paths are absolute and on the host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShimConfig {
+    /// `sbx_…`
+    pub sandbox_id: String,
+    /// The name the sandbox sees as its own.
+    pub hostname: String,
+    /// Holds `lock`, `exit.json`, `guest.sock` and the shim's mount points.
+    pub sandbox_dir: PathBuf,
+    /// Holds a directory per exec.
+    pub exec_dir: PathBuf,
+    /// Where the shim listens.
+    pub socket: PathBuf,
+    /// First uid and gid outside of the sandbox's own range.
+    pub id_base: u32,
+    /// Size of the range.
+    pub id_count: u32,
+    /// Where the work and the guest agent are accounted.
+    pub cgroup: CgroupConfig,
+    /// A prepared network namespace to join; a fresh one with loopback only when `None`.
+    pub netns: Option<PathBuf>,
+    /// The writable layer.
+    pub disk: DiskConfig,
+    /// What the root filesystem is.
+    pub root: RootConfig,
+    /// Environment of every exec, before its own.
+    pub env: BTreeMap<String, String>,
+    /// Directory of an exec that names none.
+    pub cwd: String,
+    /// Most bytes of output kept for each exec.
+    pub spool_max_bytes: u64,
+    /// Most execs kept, running and ended.
+    pub execs_max: u32,
+    /// Defences left off, for the control of an attack. A build without debug assertions refuses any.
+    #[serde(default)]
+    pub defences_off: Vec<Defence>,
+}
+
+/// The cgroups of one sandbox, made by the host agent: siblings for the guest agent and for its work.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CgroupConfig {
+    /// Files a process writes `0` to so that it joins the guest agent's group (one a hierarchy).
+    pub agent_join: Vec<PathBuf>,
+    /// The same for the work's group.
+    pub work_join: Vec<PathBuf>,
+    /// File with a line `oom_kill N` for the work (`memory.oom_control` on v1, `memory.events` on v2).
+    pub oom_file: Option<PathBuf>,
+    /// File with a line `max N` for the work (`pids.events`).
+    pub pids_file: Option<PathBuf>,
+}
+
+/// How the writable layer is limited.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum DiskConfig {
+    /// An ext4 image that the shim attaches to a loop device (autoclear) and mounts in its own mount namespace.
+    Loop {
+        /// The image; exclusively this session's.
+        image: PathBuf,
+    },
+    /// A directory whose size the host's filesystem already limits (project quota).
+    Directory {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Memory-backed; gone with the sandbox.
+    Tmpfs {
+        /// Its size.
+        bytes: u64,
+    },
+}
+
+/// The root filesystem.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum RootConfig {
+    /// This machine's `/usr`, read-only, and a synthesised `/etc`; `/home`, `/root`, `/var`, `/tmp`, `/workspace` writable.
+    Host,
+}
+
+/// One defence that a control experiment can leave off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Defence {
+    /// The system call filter.
+    Seccomp,
+    /// The Landlock rules on each exec.
+    Landlock,
+    /// Dropping capabilities.
+    Capabilities,
+    /// No new privileges.
+    NoNewPrivileges,
+    /// Building the mount tree before the user namespace.
+    LockedMounts,
+    /// The memory limit's cgroup.
+    MemoryCgroup,
+    /// The process limit's cgroup.
+    PidsCgroup,
+    /// The network namespace.
+    NetworkNamespace,
+    /// The process namespace.
+    PidNamespace,
+    /// The bound on kept output.
+    SpoolBound,
+    /// The disk limit.
+    DiskLimit,
+}
+
+/// The one line a shim prints when it has finished starting, for better or worse.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "result", rename_all = "snake_case")]
+pub enum ShimReport {
+    /// Pid 1 answered and the socket serves.
+    Ready {
+        /// Name and value of each isolation fact, read by pid 1 after its hardening.
+        facts: Vec<(String, String)>,
+        /// Step and microseconds.
+        timings: Vec<(String, u64)>,
+    },
+    /// Nothing runs and nothing is left.
+    Failed {
+        /// The step that failed.
+        step: String,
+        /// Its error.
+        message: String,
+    },
+}
+
+/// What `exit.json` in the sandbox directory holds once pid 1 has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SandboxExitRecord {
+    /// `stopped`, `out_of_memory`, `killed` or `crashed`.
+    pub reason: String,
+    /// One sentence for people.
+    pub message: String,
+    /// Raw wait status of pid 1.
+    pub status: i32,
+    /// Milliseconds since the Unix epoch.
+    pub exited_unix_ms: u64,
+}

@@ -1,0 +1,279 @@
+//! What every backend does, in the terms of DESIGN: create, exec, stop, adopt, remove.
+//!
+//! A [`Backend`] belongs to one host agent. It keeps nothing that cannot be found again: after the process is
+//! killed, a new one calls [`Backend::adopt`] and gets back every sandbox that still runs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use cloister_types::exec::ExecRecord;
+use cloister_types::session::Reason;
+use cloister_types::{
+    BackendKind, Capability, ExecId, ExecSpec, IsolationFact, Limits, OutputFrame, SandboxId, SessionId,
+};
+
+/// What a sandbox is made from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SandboxSpec {
+    /// The session it is an instance of; its layer and output are kept under this id.
+    pub session_id: SessionId,
+    /// This instance.
+    pub sandbox_id: SandboxId,
+    /// `host`.
+    pub image: String,
+    /// What it may use.
+    pub limits: Limits,
+    /// The name it sees as its own.
+    pub hostname: String,
+}
+
+/// How long one step of making a sandbox took.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepTiming {
+    /// Stable name, for example `mounts`.
+    pub step: String,
+    /// Wall time.
+    pub elapsed: Duration,
+}
+
+/// A sandbox that was just made.
+#[derive(Clone)]
+pub struct Created {
+    /// The running sandbox.
+    pub sandbox: Arc<dyn Sandbox>,
+    /// What is true of it, read inside.
+    pub facts: Vec<IsolationFact>,
+    /// Where the time went.
+    pub timings: Vec<StepTiming>,
+}
+
+/// That a sandbox has ended, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gone {
+    /// The session.
+    pub session_id: SessionId,
+    /// The instance that ended.
+    pub sandbox_id: SandboxId,
+    /// `Requested` after a stop, `OutOfMemory`, `SandboxGone`, `HostRebooted`.
+    pub reason: Reason,
+    /// One sentence for people.
+    pub message: String,
+}
+
+/// Why something could not be done to a sandbox.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// No such session, sandbox or exec here.
+    #[error("{0} is not on this host")]
+    NotFound(String),
+    /// The same id or request id came with another payload.
+    #[error("{0} was used before with another payload")]
+    Conflict(String),
+    /// It can never be done as asked.
+    #[error("{0}")]
+    Invalid(String),
+    /// The sandbox has ended.
+    #[error("sandbox `{0}` is not running")]
+    NotRunning(SandboxId),
+    /// A resource of the host is used up.
+    #[error("the host has no {0} left")]
+    Exhausted(String),
+    /// A step of making or ending a sandbox failed.
+    #[error("{operation} failed")]
+    Failed {
+        /// The step, as a verb and its object.
+        operation: String,
+        /// What it printed or returned.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl SandboxError {
+    /// Returns a failure of `operation` with its cause.
+    pub fn failed(
+        operation: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self::Failed { operation: operation.into(), source: source.into() }
+    }
+
+    /// Returns whether asking again may help.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Exhausted(_) | Self::Failed { .. } => true,
+            Self::NotFound(_) | Self::Conflict(_) | Self::Invalid(_) | Self::NotRunning(_) => false,
+        }
+    }
+}
+
+/// One way to isolate sandboxes.
+#[async_trait]
+pub trait Backend: Send + Sync + 'static {
+    /// Which one.
+    fn kind(&self) -> BackendKind;
+
+    /// Tries what the backend needs, by making a sandbox through [`create`](Self::create) and running a command in
+    /// it within a deadline. The first entry is `backend.<kind>`; the rest are its parts.
+    async fn probe(&self) -> Vec<Capability>;
+
+    /// Makes and starts a sandbox; on the session's kept layer when there is one. A second call with an equal
+    /// spec returns the first sandbox.
+    ///
+    /// # Errors
+    ///
+    /// Nothing is left behind on an error.
+    async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError>;
+
+    /// Finds what an earlier process left: returns the sandboxes that still run, and what became of the others
+    /// after reaping them. Touches nothing that no intent of this data directory names.
+    ///
+    /// # Errors
+    ///
+    /// When the data directory cannot be read.
+    async fn adopt(&self) -> Result<(Vec<Arc<dyn Sandbox>>, Vec<Gone>), SandboxError>;
+
+    /// Removes a session from this host: its sandbox if one runs, its layer, its output. Succeeds when there is
+    /// nothing.
+    ///
+    /// # Errors
+    ///
+    /// When something is left; calling again goes on.
+    async fn remove(&self, session_id: &SessionId) -> Result<(), SandboxError>;
+
+    /// Returns every session that has a layer here, with the running sandbox if there is one.
+    ///
+    /// # Errors
+    ///
+    /// When the data directory cannot be read.
+    async fn sessions(&self) -> Result<Vec<(SessionId, Option<Arc<dyn Sandbox>>)>, SandboxError>;
+
+    /// Reads the execs of a session whose sandbox does not run, oldest first.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`] when the session is not here.
+    async fn ended_execs(&self, session_id: &SessionId) -> Result<Vec<ExecRecord>, SandboxError>;
+
+    /// Reads kept output of a session whose sandbox does not run.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`] when the session or exec is not here.
+    async fn ended_output(
+        &self,
+        session_id: &SessionId,
+        exec_id: &ExecId,
+        from_offset: u64,
+    ) -> Result<Box<dyn OutputReader>, SandboxError>;
+}
+
+/// One running sandbox. Dropping the handle ends nothing.
+#[async_trait]
+pub trait Sandbox: Send + Sync + 'static {
+    /// What it was made from.
+    fn spec(&self) -> &SandboxSpec;
+
+    /// Starts a program. The same request id with an equal spec returns the exec of the first call, whatever
+    /// `exec_id` says.
+    ///
+    /// # Errors
+    ///
+    /// A program that cannot be started is no error: its exec ends as `NotStarted`.
+    async fn start_exec(
+        &self,
+        exec_id: &ExecId,
+        request_id: &str,
+        spec: &ExecSpec,
+    ) -> Result<ExecRecord, SandboxError>;
+
+    /// Returns one exec.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`].
+    async fn exec(&self, exec_id: &ExecId) -> Result<ExecRecord, SandboxError>;
+
+    /// Returns all execs, oldest first.
+    ///
+    /// # Errors
+    ///
+    /// When the sandbox does not answer.
+    async fn execs(&self) -> Result<Vec<ExecRecord>, SandboxError>;
+
+    /// Writes to standard input at an offset, returns the next offset. Bytes already written are skipped; a hole is
+    /// [`SandboxError::Invalid`]. Waits while the program does not read.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`], or `Invalid` when standard input is closed.
+    async fn write_stdin(
+        &self,
+        exec_id: &ExecId,
+        offset: u64,
+        data: &[u8],
+        eof: bool,
+    ) -> Result<u64, SandboxError>;
+
+    /// Sends a signal to the exec's process group. An exec that has ended is no error.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`], or `Invalid` for a number that is no signal.
+    async fn signal(&self, exec_id: &ExecId, signal: i32) -> Result<(), SandboxError>;
+
+    /// Waits until the exec has ended, at most `wait`; returns it either way.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`].
+    async fn wait_exec(&self, exec_id: &ExecId, wait: Duration) -> Result<ExecRecord, SandboxError>;
+
+    /// Reads output from an offset on. With `no_follow` it ends with [`OutputFrame::End`] at the newest byte.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`].
+    async fn read_output(
+        &self,
+        exec_id: &ExecId,
+        from_offset: u64,
+        no_follow: bool,
+    ) -> Result<Box<dyn OutputReader>, SandboxError>;
+
+    /// Ends the sandbox (SIGTERM, `grace`, SIGKILL) and keeps layer and output. Succeeds when it has ended.
+    ///
+    /// # Errors
+    ///
+    /// When something of it still runs.
+    async fn stop(&self, grace: Duration) -> Result<(), SandboxError>;
+
+    /// Waits until the sandbox has ended and everything of it but layer and output is released.
+    ///
+    /// # Cancel safety
+    ///
+    /// May be dropped and called again.
+    async fn wait_gone(&self) -> Gone;
+}
+
+/// Frames of one exec's output, in order. A reader that is not asked gives backpressure to the program.
+#[async_trait]
+pub trait OutputReader: Send {
+    /// Returns the next frame; `None` only after [`OutputFrame::Exit`] or [`OutputFrame::End`].
+    ///
+    /// # Errors
+    ///
+    /// The stream was cut; reading again from the last offset goes on.
+    async fn next(&mut self) -> Result<Option<OutputFrame>, SandboxError>;
+}
+
+/// Where a backend keeps things on this machine.
+#[derive(Debug, Clone)]
+pub struct HostPaths {
+    /// Layers, intents, output; survives a reboot.
+    pub data_dir: PathBuf,
+    /// Sockets; does not.
+    pub run_dir: PathBuf,
+}

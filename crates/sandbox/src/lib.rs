@@ -1,0 +1,5 @@
+//! One sandbox's life on a host.
+
+pub mod backend;
+
+pub use backend::{Backend, Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming};
