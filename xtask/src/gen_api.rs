@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use prost::Message as _;
-use prost_reflect::{DescriptorPool, DynamicMessage, Value};
+use prost_reflect::{DescriptorPool, DynamicMessage, Kind, Value};
 
 const RPC_FILES: &[&str] = &[
     "cloister/common/v1/options.proto",
@@ -81,6 +81,7 @@ fn generate(root: &Path, out: &Path) -> Result<()> {
             fs::remove_file(&descriptor)?;
         } else {
             fs::write(out.join("access.rs"), access_table(&encoded)?)?;
+            fs::write(out.join("json_fields.rs"), json_table(&encoded)?)?;
         }
     }
     Ok(())
@@ -103,7 +104,7 @@ fn access_table(encoded: &[u8]) -> Result<String> {
             let value = options.get_extension(&extension);
             match access(&value) {
                 Some((action, mutation)) => {
-                    rows.insert(path, (action, mutation));
+                    rows.insert(path, (action, mutation, method.input().full_name().to_owned()));
                 }
                 None => missing.push(path),
             }
@@ -117,11 +118,68 @@ fn access_table(encoded: &[u8]) -> Result<String> {
          /// What each RPC of the app API asks of its caller, sorted by path.\n\
          pub const RPC_ACCESS: &[RpcAccess] = &[\n",
     );
-    for (path, (action, mutation)) in rows {
+    for (path, (action, mutation, request)) in rows {
         writeln!(
             source,
-            "    RpcAccess {{ path: {path:?}, action: {action:?}, mutation: {mutation} }},"
+            "    RpcAccess {{ path: {path:?}, action: {action:?}, mutation: {mutation}, request: {request:?} }},"
         )?;
+    }
+    source.push_str("];\n");
+    Ok(source)
+}
+
+/// The Rust source of the table message → fields as JSON names them, for every message that a request can hold.
+fn json_table(encoded: &[u8]) -> Result<String> {
+    let pool = DescriptorPool::decode(encoded)?;
+    let mut pending: Vec<_> = pool
+        .services()
+        .filter(|service| service.parent_file().package_name() == "cloister.app.v1")
+        .flat_map(|service| service.methods().map(|method| method.input()).collect::<Vec<_>>())
+        .collect();
+    let mut messages = BTreeMap::new();
+    while let Some(message) = pending.pop() {
+        if messages.contains_key(message.full_name()) {
+            continue;
+        }
+        let mut fields = BTreeMap::new();
+        for field in message.fields() {
+            // A map is a message with the fields `key` and `value` on the wire; in JSON its keys are data.
+            let (shape, inner) = match field.kind() {
+                Kind::Message(entry) if field.is_map() => match entry.map_entry_value_field().kind() {
+                    Kind::Message(value) => ("Map", Some(value)),
+                    _ => ("Scalar", None),
+                },
+                Kind::Message(inner) if field.is_list() => ("List", Some(inner)),
+                Kind::Message(inner) => ("Message", Some(inner)),
+                _ => ("Scalar", None),
+            };
+            // Well-known types have JSON forms of their own: their decoder checks them.
+            let shape = match inner {
+                Some(inner) if !inner.full_name().starts_with("google.protobuf.") => {
+                    let text = format!("{shape}({:?})", inner.full_name());
+                    pending.push(inner);
+                    text
+                }
+                _ => "Scalar".to_owned(),
+            };
+            fields.insert(field.json_name().to_owned(), (field.name().to_owned(), shape));
+        }
+        messages.insert(message.full_name().to_owned(), fields);
+    }
+    let mut source = String::from(
+        "// Written by `cargo xtask gen` from `proto/`.\n\n\
+         /// Every message that a request of the app API can hold, sorted by name.\n\
+         pub const JSON_MESSAGES: &[JsonMessage] = &[\n",
+    );
+    for (message, fields) in messages {
+        writeln!(source, "    JsonMessage {{\n        name: {message:?},\n        fields: &[")?;
+        for (json, (proto, shape)) in fields {
+            writeln!(
+                source,
+                "            JsonField {{ json: {json:?}, proto: {proto:?}, shape: JsonShape::{shape} }},"
+            )?;
+        }
+        source.push_str("        ],\n    },\n");
     }
     source.push_str("];\n");
     Ok(source)

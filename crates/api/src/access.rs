@@ -11,6 +11,8 @@ pub struct RpcAccess {
     pub action: &'static str,
     /// Whether the call changes something.
     pub mutation: bool,
+    /// Full name of the request message.
+    pub request: &'static str,
 }
 
 /// Returns what the RPC at `path` asks, or `None` for a path that is no RPC of the app API.

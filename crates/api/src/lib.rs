@@ -5,7 +5,7 @@
 //! - `rpc` brings the app API ([`app`]), the host link ([`host`]) and the values they share ([`common`]) as
 //!   messages and service traits, the conversions to and from `cloister-types`, and [`access`]: what each RPC
 //!   asks of its caller.
-//! - `client` adds the generated clients.
+//! - `client` adds the generated clients and [`connection`], what they speak through.
 //!
 //! Generated code is committed under `src/generated` and written by `cargo xtask gen` (see ADR 0003).
 
@@ -24,6 +24,12 @@ pub use guest_generated::cloister::guest::v1 as guest;
 
 #[cfg(feature = "rpc")]
 pub mod access;
+#[cfg(feature = "client")]
+pub mod connection;
+#[cfg(feature = "rpc")]
+pub mod convert;
+#[cfg(feature = "rpc")]
+pub mod json;
 
 #[cfg(feature = "rpc")]
 #[allow(

@@ -30,12 +30,7 @@ pub enum CapabilityStatus {
 impl Capability {
     /// Returns a capability that works.
     pub fn ok(name: impl Into<String>, detail: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            status: CapabilityStatus::Ok,
-            detail: detail.into(),
-            remedy: String::new(),
-        }
+        Self { name: name.into(), status: CapabilityStatus::Ok, detail: detail.into(), remedy: String::new() }
     }
 
     /// Returns a capability that was tried and failed.

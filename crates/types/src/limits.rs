@@ -128,8 +128,12 @@ impl Limits {
         Self { memory: ByteCount::mib(16), cpus: CpuMillis(10), pids: 4, disk: ByteCount::mib(16) };
 
     /// The most that any session may ask for, whatever the hosts offer.
-    pub const MAXIMUM: Self =
-        Self { memory: ByteCount::gib(4096), cpus: CpuMillis(1_024_000), pids: 4_194_304, disk: ByteCount::gib(65_536) };
+    pub const MAXIMUM: Self = Self {
+        memory: ByteCount::gib(4096),
+        cpus: CpuMillis(1_024_000),
+        pids: 4_194_304,
+        disk: ByteCount::gib(65_536),
+    };
 
     /// Returns these limits, or the first field that is out of range.
     ///
@@ -168,7 +172,12 @@ pub struct LimitError {
 }
 
 impl LimitError {
-    fn new(field: &'static str, value: &dyn fmt::Display, least: &dyn fmt::Display, most: &dyn fmt::Display) -> Self {
+    fn new(
+        field: &'static str,
+        value: &dyn fmt::Display,
+        least: &dyn fmt::Display,
+        most: &dyn fmt::Display,
+    ) -> Self {
         Self { field, value: value.to_string(), least: least.to_string(), most: most.to_string() }
     }
 }

@@ -15,16 +15,22 @@ pub const REQUEST_ID_MAX_LEN: usize = 128;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
     /// A session, host or token name.
-    #[error("name `{0}` is not accepted: 1 to 63 of `a-z 0-9 -`, starting with a letter, not ending with `-`")]
+    #[error(
+        "name `{0}` is not accepted: 1 to 63 of `a-z 0-9 -`, starting with a letter, not ending with `-`"
+    )]
     Name(String),
     /// More labels than one object may have.
     #[error("{0} labels are too many: at most 64")]
     TooManyLabels(usize),
     /// A label's key.
-    #[error("label key `{0}` is not accepted: 1 to 63 of `A-Z a-z 0-9 . _ / -`, starting with a letter or digit")]
+    #[error(
+        "label key `{0}` is not accepted: 1 to 63 of `A-Z a-z 0-9 . _ / -`, starting with a letter or digit"
+    )]
     LabelKey(String),
     /// A label's value.
-    #[error("the value of label `{0}` is not accepted: at most 255 characters, none of them a control character")]
+    #[error(
+        "the value of label `{0}` is not accepted: at most 255 characters, none of them a control character"
+    )]
     LabelValue(String),
     /// A client request id.
     #[error("request id `{0}` is not accepted: 1 to 128 printable ASCII characters without spaces")]
@@ -42,7 +48,8 @@ fn shown(text: &str) -> String {
 /// [`NameError::Name`]; the caller shows it.
 pub fn validate_name(name: &str) -> Result<(), NameError> {
     let starts_well = name.bytes().next().is_some_and(|byte| byte.is_ascii_lowercase());
-    let all_good = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
+    let all_good =
+        name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
     if name.len() <= NAME_MAX_LEN && starts_well && all_good && !name.ends_with('-') {
         Ok(())
     } else {
@@ -78,7 +85,9 @@ pub fn validate_labels(labels: &BTreeMap<String, String>) -> Result<(), NameErro
 ///
 /// [`NameError::RequestId`], for an empty one too.
 pub fn validate_request_id(request_id: &str) -> Result<(), NameError> {
-    if (1..=REQUEST_ID_MAX_LEN).contains(&request_id.len()) && request_id.bytes().all(|b| b.is_ascii_graphic()) {
+    if (1..=REQUEST_ID_MAX_LEN).contains(&request_id.len())
+        && request_id.bytes().all(|b| b.is_ascii_graphic())
+    {
         Ok(())
     } else {
         Err(NameError::RequestId(shown(request_id)))

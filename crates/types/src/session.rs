@@ -208,7 +208,9 @@ impl SessionState {
             Self::Pausing => Some(Duration::from_secs(60)),
             // A deletion never gives up: its deadline starts it over.
             Self::Deleting => Some(Duration::from_secs(60)),
-            Self::Queued | Self::Active | Self::Paused | Self::HostLost | Self::Failed | Self::Deleted => None,
+            Self::Queued | Self::Active | Self::Paused | Self::HostLost | Self::Failed | Self::Deleted => {
+                None
+            }
         }
     }
 }
@@ -233,7 +235,9 @@ pub fn transition(state: SessionState, event: SessionEvent) -> Result<Transition
         },
         E::Enqueue => match state {
             S::Pending => to(S::Queued, &[]),
-            S::Queued | S::Starting | S::Active | S::Pausing | S::Paused | S::Resuming | S::HostLost => illegal,
+            S::Queued | S::Starting | S::Active | S::Pausing | S::Paused | S::Resuming | S::HostLost => {
+                illegal
+            }
             S::Failed | S::Deleting | S::Deleted => illegal,
         },
         E::Started => match state {
@@ -299,7 +303,9 @@ pub fn transition(state: SessionState, event: SessionEvent) -> Result<Transition
         },
         E::Removed => match state {
             S::Deleting => to(S::Deleted, &[FinishOp]),
-            S::Pending | S::Queued | S::Starting | S::Active | S::Pausing | S::Paused | S::Resuming => illegal,
+            S::Pending | S::Queued | S::Starting | S::Active | S::Pausing | S::Paused | S::Resuming => {
+                illegal
+            }
             S::HostLost | S::Failed | S::Deleted => illegal,
         },
     }

@@ -1,0 +1,251 @@
+//! Measures a running Cloister beside what a user would pick instead, in one run, and prints a table with ratios.
+//!
+//! What is compared runs interleaved: one of ours, one of each peer, and again, so that a slow spell of the machine
+//! hits all of them. Cloister is measured through its whole control plane (client, API, database, host link, shim),
+//! over a connection that stays open; the peers are measured from starting their process to its end. Nothing is
+//! left out of ours, and the peers enforce no limits.
+
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for people")]
+
+mod cloister;
+mod machine;
+mod peer;
+mod report;
+mod sample;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+use cloister_api::common::Limits;
+
+use crate::cloister::{Cloister, Target};
+use crate::peer::Peer;
+use crate::report::Report;
+use crate::sample::{Sample, millis};
+
+const RESULTS: &str = "bench/results.md";
+const COMMAND: &str = "cargo run --release -p cloister-bench";
+/// Pause before a create of the unhurried kind: longer than a host needs to refill what it keeps ready.
+const UNHURRIED_PAUSE: Duration = Duration::from_millis(300);
+
+/// Measure a running Cloister beside bubblewrap and crun or runc
+#[derive(Parser)]
+struct Arguments {
+    /// Runs of each kind
+    #[arg(long, default_value_t = 50)]
+    runs: u32,
+    /// Sandboxes made at once
+    #[arg(long, default_value_t = 50)]
+    burst: u32,
+    /// Idle sandboxes whose memory is measured
+    #[arg(long, default_value_t = 20)]
+    idle: u32,
+    /// Write the table to bench/results.md as well
+    #[arg(long)]
+    write: bool,
+}
+
+fn main() -> Result<()> {
+    peer::enter_mount_namespace()?;
+    let arguments = Arguments::parse();
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let report = runtime.block_on(measure(&arguments))?;
+    println!("{}", report.text());
+    if arguments.write {
+        std::fs::write(RESULTS, report.text()).with_context(|| format!("write `{RESULTS}`"))?;
+        eprintln!("written to {RESULTS}");
+    }
+    Ok(())
+}
+
+async fn measure(arguments: &Arguments) -> Result<Report> {
+    let cloister = Cloister::connect(&Target::find()?).await?;
+    let (mut peers, skipped) = Peer::find();
+    let mut report = Report::default();
+    report.line("# Benchmark\n");
+    report.line(&format!("Cloister {} on {}. Made by:\n", cloister.version().await?, machine::describe()));
+    report.line(&format!(
+        "```\n{COMMAND} -- --runs {} --burst {} --idle {}\n```",
+        arguments.runs, arguments.burst, arguments.idle
+    ));
+    for reason in skipped {
+        report.line(&format!("\nLeft out: {reason}."));
+    }
+    let cpu_per_create = create(&cloister, &mut peers, arguments.runs, &mut report).await?;
+    exec(&cloister, &mut peers, arguments.runs, &mut report).await?;
+    burst(&cloister, arguments.burst, cpu_per_create, &mut report).await?;
+    idle_memory(&cloister, arguments.idle, &mut report).await?;
+    Ok(report)
+}
+
+/// Small enough that many fit on a small machine at once; the CPU is not limited below one.
+fn limits() -> Limits {
+    Limits { memory_bytes: 32 * 1024 * 1024, pids: 32, disk_bytes: 32 * 1024 * 1024, ..Default::default() }
+}
+
+/// Create → first command; returns the CPU time that one create with its command and its deletion costs the machine.
+async fn create(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut Report) -> Result<Duration> {
+    eprintln!("create → first command …");
+    let mut unhurried = Sample::default();
+    let mut hurried = Sample::default();
+    let mut theirs: Vec<Sample> = peers.iter().map(|_| Sample::default()).collect();
+    // The first one pays for connections, page cache and prepared statements on every side.
+    create_once(cloister).await?;
+    for _ in 0..runs {
+        tokio::time::sleep(UNHURRIED_PAUSE).await;
+        unhurried.add(create_once(cloister).await?);
+        for (peer, sample) in peers.iter_mut().zip(&mut theirs) {
+            sample.add(peer.create_and_run()?);
+        }
+    }
+    let idle_share = {
+        let (busy, begin) = (machine::busy_time()?, Instant::now());
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        (machine::busy_time()?.saturating_sub(busy)).div_f64(begin.elapsed().as_secs_f64())
+    };
+    let (busy, begin) = (machine::busy_time()?, Instant::now());
+    for _ in 0..runs {
+        hurried.add(create_once(cloister).await?);
+    }
+    let background = idle_share.mul_f64(begin.elapsed().as_secs_f64());
+    let cpu = machine::busy_time()?.saturating_sub(busy).saturating_sub(background) / runs.max(1);
+
+    let bubblewrap = peers.iter().position(|peer| peer.name == "bwrap").map(|at| theirs[at].p50());
+    let ours = unhurried.p50();
+    let mut rows = vec![
+        ("Cloister, with time to prepare between".to_owned(), unhurried),
+        ("Cloister, one after the other".to_owned(), hurried),
+    ];
+    rows.extend(peers.iter().map(|peer| peer.name.to_owned()).zip(theirs));
+    report.section("Create → first command");
+    report.line("From asking for a sandbox to the end of `true` in it. Peers make namespaces only: no cgroup, no disk of its own.\n");
+    report.times(&rows, "bwrap");
+    if let Some(bubblewrap) = bubblewrap {
+        report.aim(
+            "p50 of create → first command, bwrap + 6 ms",
+            ours,
+            bubblewrap + Duration::from_millis(6),
+        );
+    }
+    report.line(&format!(
+        "\nCPU time of one create, command and deletion, everything on the machine: {} ms.",
+        millis(cpu)
+    ));
+    Ok(cpu)
+}
+
+async fn create_once(cloister: &Cloister) -> Result<Duration> {
+    let begin = Instant::now();
+    let session = cloister.create(limits()).await?;
+    let result = cloister.exec(&session, &["true"]).await;
+    let elapsed = begin.elapsed();
+    cloister.delete(&session).await?;
+    result.map(|()| elapsed)
+}
+
+async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut Report) -> Result<()> {
+    eprintln!("exec round trip …");
+    let session = cloister.create(limits()).await?;
+    let mut ours = Sample::default();
+    let mut theirs: Vec<(String, Sample)> = Vec::new();
+    cloister.exec(&session, &["true"]).await?;
+    for _ in 0..runs {
+        let begin = Instant::now();
+        cloister.exec(&session, &["true"]).await?;
+        ours.add(begin.elapsed());
+        for peer in peers.iter_mut() {
+            let Some(elapsed) = peer.exec()? else { continue };
+            let name = format!("{} exec", peer.name);
+            match theirs.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, sample)) => sample.add(elapsed),
+                None => {
+                    let mut sample = Sample::default();
+                    sample.add(elapsed);
+                    theirs.push((name, sample));
+                }
+            }
+        }
+    }
+    cloister.delete(&session).await?;
+    let p50 = ours.p50();
+    let baseline = theirs.first().map_or_else(String::new, |(name, _)| name.clone());
+    let mut rows = vec![("Cloister exec".to_owned(), ours)];
+    rows.extend(theirs);
+    report.section("Exec round trip");
+    report.line("From asking for `true` in a sandbox that runs to its exit record.\n");
+    report.times(&rows, &baseline);
+    report.aim("p50 of an exec round trip", p50, Duration::from_micros(1500));
+    Ok(())
+}
+
+async fn burst(cloister: &Cloister, count: u32, cpu_per_create: Duration, report: &mut Report) -> Result<()> {
+    eprintln!("burst of {count} …");
+    let limits = Limits { cpu_millis: 10, ..limits() };
+    let begin = Instant::now();
+    let creates = (0..count).map(|_| cloister.create(limits.clone()));
+    let results = futures::future::join_all(creates).await;
+    let elapsed = begin.elapsed();
+    let (created, failed): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    let sessions: Vec<String> = created.into_iter().flatten().collect();
+    let deletes = futures::future::join_all(sessions.iter().map(|session| cloister.delete(session))).await;
+    deletes.into_iter().collect::<Result<()>>().context("delete the burst")?;
+    report.section(&format!("Burst of {count} creates at once"));
+    report.line(&format!(
+        "{} of {count} became active, all within {} ms ({} ms each).",
+        sessions.len(),
+        millis(elapsed),
+        millis(elapsed / count.max(1))
+    ));
+    if let Some(error) = failed.into_iter().find_map(Result::err) {
+        report.line(&format!("\nThe first that failed: {error:#}."));
+    }
+    let aim = (cpu_per_create * count / machine::cpus()).mul_f64(1.3);
+    report.aim(&format!("1.3 × ({count} × CPU per create ÷ {} CPUs)", machine::cpus()), elapsed, aim);
+    Ok(())
+}
+
+async fn idle_memory(cloister: &Cloister, count: u32, report: &mut Report) -> Result<()> {
+    eprintln!("memory of {count} idle sandboxes …");
+    report.section("Memory of an idle sandbox");
+    let (before, roles_before) = (machine::sandbox_memory(), machine::control_plane_memory());
+    let limits = Limits { cpu_millis: 10, ..limits() };
+    let mut sessions = Vec::new();
+    for _ in 0..count {
+        sessions.push(cloister.create(limits.clone()).await?);
+    }
+    let (after, roles_after) = (machine::sandbox_memory(), machine::control_plane_memory());
+    for session in &sessions {
+        cloister.delete(session).await?;
+    }
+    let (Some(before), Some(after), Some(roles_before), Some(roles_after)) =
+        (before, after, roles_before, roles_after)
+    else {
+        report.line("Left out: the memory of root's processes can only be read by root.");
+        return Ok(());
+    };
+    let share = |kib: u64| format!("{:.2}", mebibytes(kib) / f64::from(count.max(1)));
+    let grown = after.pss_kib.saturating_sub(before.pss_kib);
+    report.line(&format!(
+        "{count} sandboxes have {} processes (shim and guest agent each). A sandbox, beyond its work:\n",
+        after.processes.saturating_sub(before.processes)
+    ));
+    report.line("| | MiB a sandbox |\n|---|---|");
+    report.line(&format!("| shim and guest agent, shared pages by their share (PSS) | {} |", share(grown)));
+    report.line(&format!(
+        "| of that, private | {} |",
+        share(after.private_kib.saturating_sub(before.private_kib))
+    ));
+    report.line(&format!(
+        "| growth of host agent, coordinator and database (PSS) | {} |",
+        share(roles_after.pss_kib.saturating_sub(roles_before.pss_kib))
+    ));
+    let verdict = if mebibytes(grown) <= 4.0 * f64::from(count) { "met" } else { "missed" };
+    report.line(&format!("\nAim: shim and guest agent ≤ 4 MiB: **{verdict}** with {} MiB.", share(grown)));
+    Ok(())
+}
+
+fn mebibytes(kib: u64) -> f64 {
+    f64::from(u32::try_from(kib).unwrap_or(u32::MAX)) / 1024.0
+}

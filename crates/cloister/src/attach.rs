@@ -1,0 +1,444 @@
+//! One exec seen from here: its output streamed out, our input streamed in, our signals passed on.
+//!
+//! ```text
+//!  stdin ─ thread ─► WriteStdin(offset)       every chunk is repeated until the answer covers it
+//!  Ctrl-C ────────► SignalExec
+//!  AttachExec(start) ─► frames ─► stdout, stderr
+//!        ▲ cut           │
+//!        └── AttachExec(exec id, next offset), with pauses, a few times
+//! ```
+//!
+//! Only an exit frame ends this well. A stream that ends without one was cut: it is taken up again at the next
+//! offset, so that output is printed once and in order. Input goes in calls of its own, whose answers say how
+//! far it got, so that a cut loses none of it and repeats none.
+
+use std::io::{self, Read};
+use std::time::Duration;
+
+use cloister_api::app::attach_exec_request::Request;
+use cloister_api::app::attach_exec_response::Response;
+use cloister_api::app::{
+    AttachExecRequest, AttachExecResponse, AttachStart, SignalExecRequest, WriteStdinRequest,
+};
+use cloister_api::common::output_frame::Frame;
+use cloister_api::common::{Exec, ExecExit, ExecSpec, OutputFrame, OutputStream};
+use connectrpc::client::CallOptions;
+use connectrpc::{ConnectError, ErrorCode};
+use tokio::io::AsyncWriteExt;
+use tokio::sync::{mpsc, watch};
+
+use crate::client::{self, Client};
+use crate::error::CliError;
+use crate::interrupt::Interrupts;
+use crate::terminal::Terminal;
+
+/// Pauses before a cut stream is taken up again; they start over whenever output arrived.
+const REATTACH_PAUSES_MS: [u64; 6] = [50, 200, 500, 1000, 2000, 4000];
+/// Bytes of input per call.
+const STDIN_CHUNK_BYTES: usize = 64 * 1024;
+/// Chunks of input read ahead.
+const STDIN_QUEUE: usize = 4;
+/// Pause before input is offered again to a program that does not read.
+const STDIN_PAUSE: Duration = Duration::from_millis(20);
+/// `SIGPIPE`: what a program gets whose output nobody reads.
+const SIGPIPE: i32 = 13;
+
+/// What the person at the keyboard asked for while the command ran.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Interrupt {
+    /// Pass this signal on.
+    Forward(i32),
+    /// Stop waiting.
+    Leave,
+}
+
+/// Streams an exec to its end.
+pub(crate) struct Attachment<'a> {
+    client: &'a Client,
+    terminal: Terminal,
+    session: String,
+    request_id: String,
+    spec: ExecSpec,
+    stdin: bool,
+    next_offset: u64,
+    exec: Option<Exec>,
+}
+
+enum Step {
+    Exit(Box<ExecExit>),
+    Cut(ConnectError),
+}
+
+impl<'a> Attachment<'a> {
+    /// Prepares to run `spec` in `session`.
+    pub(crate) fn new(client: &'a Client, terminal: Terminal, session: &str, spec: ExecSpec) -> Self {
+        Self {
+            client,
+            terminal,
+            session: session.to_owned(),
+            request_id: client::request_id(),
+            stdin: spec.stdin,
+            spec,
+            next_offset: 0,
+            exec: None,
+        }
+    }
+
+    /// Returns the exec once it is known to have started.
+    pub(crate) fn exec(&self) -> Option<&Exec> {
+        self.exec.as_ref()
+    }
+
+    /// Streams until the exit record.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Interrupted`] when `interrupts` said to leave, [`CliError::BrokenPipe`] when nobody reads our
+    /// output (the program was sent `SIGPIPE`), else why the stream could not be taken up again.
+    pub(crate) async fn run(&mut self, interrupts: &mut Interrupts) -> Result<ExecExit, CliError> {
+        let (started, is_started) = watch::channel(None);
+        let terminal = self.terminal;
+        let mut is_pumping = self.stdin;
+        let input = pump(self.client, self.session.clone(), is_started);
+        let output = self.output(interrupts, &started);
+        tokio::pin!(input, output);
+        loop {
+            tokio::select! {
+                result = &mut output => return result,
+                result = &mut input, if is_pumping => {
+                    is_pumping = false;
+                    if let Err(error) = result {
+                        terminal.warn(format!("standard input is not passed on any more: {error}"));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Streams output until the exit record, taking it up again after cuts.
+    async fn output(
+        &mut self,
+        interrupts: &mut Interrupts,
+        started: &watch::Sender<Option<String>>,
+    ) -> Result<ExecExit, CliError> {
+        let mut cuts = 0;
+        loop {
+            let offset_before = self.next_offset;
+            let cut = match self.stream(interrupts, started).await {
+                Ok(Step::Exit(exit)) => return Ok(*exit),
+                Ok(Step::Cut(error)) => error,
+                Err(CliError::BrokenPipe) => {
+                    // As locally: the program learns that nobody reads. Whether it heard does not change our end.
+                    let _ = self.signal(SIGPIPE).await;
+                    return Err(CliError::BrokenPipe);
+                }
+                Err(error) => return Err(error),
+            };
+            if self.next_offset > offset_before {
+                cuts = 0;
+            }
+            let Some(pause) = REATTACH_PAUSES_MS.get(cuts).filter(|_| is_cut(&cut)) else {
+                return Err(self.client.error(&cut));
+            };
+            cuts += 1;
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(*pause)) => {}
+                interrupt = interrupts.next() => if interrupt == Interrupt::Leave {
+                    return Err(CliError::Interrupted);
+                }
+            }
+        }
+    }
+
+    /// Streams once, until the exit record or the cut.
+    async fn stream(
+        &mut self,
+        interrupts: &mut Interrupts,
+        started: &watch::Sender<Option<String>>,
+    ) -> Result<Step, CliError> {
+        let mut start = AttachStart {
+            request_id: self.request_id.clone(),
+            session: self.session.clone(),
+            from_offset: self.next_offset,
+            ..Default::default()
+        };
+        match &self.exec {
+            Some(exec) => start.exec_id.clone_from(&exec.id),
+            // Again with the same request id, should the first answer have been lost: it starts nothing twice.
+            None => start.spec = self.spec.clone().into(),
+        }
+        let streams = self.client.api().streams();
+        let stream = match streams.attach_exec_with_options(CallOptions::default()).await {
+            Ok(stream) => stream,
+            Err(error) => return Ok(Step::Cut(error)),
+        };
+        // The sending half stays open to the end: closing it would say that nobody is attached any more.
+        let (mut sender, mut receiver) = stream.into_split();
+        let first = AttachExecRequest { request: Some(Request::from(start)), ..Default::default() };
+        // The receiving half knows why, when the server has closed the stream.
+        let _ = sender.send(first).await;
+        loop {
+            tokio::select! {
+                message = receiver.message() => match message {
+                    Ok(Some(message)) => {
+                        if let Some(exit) = self.handle(message.to_owned_message()).await? {
+                            return Ok(Step::Exit(Box::new(exit)));
+                        }
+                        if let Some(exec) = &self.exec {
+                            started.send_if_modified(|id| {
+                                let is_new = id.is_none();
+                                *id = Some(exec.id.clone());
+                                is_new
+                            });
+                        }
+                    }
+                    Ok(None) => return Ok(Step::Cut(ConnectError::unavailable("the stream ended without an exit record"))),
+                    Err(error) => return Ok(Step::Cut(error)),
+                },
+                interrupt = interrupts.next() => match interrupt {
+                    Interrupt::Leave => return Err(CliError::Interrupted),
+                    Interrupt::Forward(signal) => {
+                        if let Err(error) = self.signal(signal).await {
+                            self.terminal.warn(format!("the signal did not arrive: {error}"));
+                        }
+                    }
+                },
+            }
+        }
+    }
+
+    /// Prints what arrived; returns the exit record if it was that.
+    async fn handle(&mut self, message: AttachExecResponse) -> Result<Option<ExecExit>, CliError> {
+        let is_repeat = self.exec.is_some() && matches!(message.response, Some(Response::Started(_)));
+        if self.terminal.json && !is_repeat {
+            self.terminal.json_line(&message)?;
+        }
+        match message.response {
+            Some(Response::Started(exec)) => {
+                self.exec = Some(*exec);
+                Ok(None)
+            }
+            Some(Response::Frame(frame)) => {
+                let frame = *frame;
+                if self.terminal.json {
+                    advance(&frame, &mut self.next_offset);
+                    return Ok(exit_of(frame));
+                }
+                print_frame(self.terminal, frame, &mut self.next_offset).await
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// Sends a signal to the exec, once it has started.
+    async fn signal(&self, signal: i32) -> Result<(), CliError> {
+        let Some(exec) = &self.exec else { return Ok(()) };
+        let request = SignalExecRequest {
+            session: self.session.clone(),
+            exec_id: exec.id.clone(),
+            signal,
+            ..Default::default()
+        };
+        let execs = self.client.api().execs();
+        self.client
+            .call(|| execs.signal_exec_with_options(request.clone(), client::quick()))
+            .await
+            .map(|_| ())
+    }
+}
+
+/// Returns whether an error means that the stream was cut rather than refused.
+pub(crate) fn is_cut(error: &ConnectError) -> bool {
+    matches!(
+        error.code,
+        ErrorCode::Unavailable
+            | ErrorCode::Internal
+            | ErrorCode::Unknown
+            | ErrorCode::Canceled
+            | ErrorCode::Aborted
+            | ErrorCode::DeadlineExceeded
+    )
+}
+
+/// Moves the next offset behind a frame.
+pub(crate) fn advance(frame: &OutputFrame, next_offset: &mut u64) {
+    match &frame.frame {
+        Some(Frame::Data(data)) => {
+            let length = u64::try_from(data.data.len()).expect("a length fits 64 bits");
+            *next_offset = (*next_offset).max(data.offset.saturating_add(length));
+        }
+        Some(Frame::Gap(gap)) => *next_offset = (*next_offset).max(gap.to),
+        Some(Frame::Exit(_)) | None => {}
+    }
+}
+
+/// Returns the exit record if the frame is one.
+pub(crate) fn exit_of(frame: OutputFrame) -> Option<ExecExit> {
+    match frame.frame {
+        Some(Frame::Exit(exit)) => Some(*exit),
+        Some(Frame::Data(_) | Frame::Gap(_)) | None => None,
+    }
+}
+
+/// Writes a frame to standard output or error; bytes before `next_offset` were printed already and are skipped.
+///
+/// # Errors
+///
+/// [`CliError::BrokenPipe`] when standard output is closed.
+pub(crate) async fn print_frame(
+    terminal: Terminal,
+    frame: OutputFrame,
+    next_offset: &mut u64,
+) -> Result<Option<ExecExit>, CliError> {
+    let seen = *next_offset;
+    advance(&frame, next_offset);
+    match frame.frame {
+        Some(Frame::Data(data)) => {
+            let skip =
+                usize::try_from(seen.saturating_sub(data.offset)).unwrap_or(usize::MAX).min(data.data.len());
+            let bytes = &data.data[skip..];
+            let written = if data.stream.as_known() == Some(OutputStream::Stderr) {
+                write_all(tokio::io::stderr(), bytes).await
+            } else {
+                write_all(tokio::io::stdout(), bytes).await
+            };
+            written.map_err(CliError::io("write standard output"))?;
+            Ok(None)
+        }
+        Some(Frame::Gap(gap)) => {
+            let missing = gap.to.saturating_sub(gap.from);
+            terminal.warn(format!(
+                "{missing} bytes of output are no longer kept (offsets {} to {})",
+                gap.from, gap.to
+            ));
+            Ok(None)
+        }
+        Some(Frame::Exit(exit)) => Ok(Some(*exit)),
+        None => Ok(None),
+    }
+}
+
+async fn write_all(mut to: impl tokio::io::AsyncWrite + Unpin, bytes: &[u8]) -> io::Result<()> {
+    to.write_all(bytes).await?;
+    to.flush().await
+}
+
+/// Reads standard input on a thread of its own: a read that blocks for ever must not hold up anything else. The
+/// thread ends with the process.
+fn read_stdin() -> mpsc::Receiver<io::Result<Vec<u8>>> {
+    let (sender, chunks) = mpsc::channel(STDIN_QUEUE);
+    let read = move || {
+        let mut stdin = io::stdin().lock();
+        loop {
+            let mut chunk = vec![0; STDIN_CHUNK_BYTES];
+            let result = match stdin.read(&mut chunk) {
+                Ok(count) => {
+                    chunk.truncate(count);
+                    Ok(chunk)
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => Err(error),
+            };
+            let is_last = result.as_ref().map_or(true, Vec::is_empty);
+            if sender.blocking_send(result).is_err() || is_last {
+                return;
+            }
+        }
+    };
+    std::thread::Builder::new().name("stdin".into()).spawn(read).expect("a process can have a second thread");
+    chunks
+}
+
+/// Passes standard input on until its end, once the exec has started.
+async fn pump(
+    client: &Client,
+    session: String,
+    mut started: watch::Receiver<Option<String>>,
+) -> Result<(), CliError> {
+    let Ok(exec_id) = started.wait_for(Option::is_some).await.map(|id| id.clone().unwrap_or_default()) else {
+        return Ok(());
+    };
+    let execs = client.api().execs();
+    let mut chunks = read_stdin();
+    let mut offset = 0_u64;
+    loop {
+        let mut data = match chunks.recv().await {
+            Some(chunk) => chunk.map_err(CliError::io("read standard input"))?,
+            None => Vec::new(),
+        };
+        let eof = data.is_empty();
+        loop {
+            let request = WriteStdinRequest {
+                session: session.clone(),
+                exec_id: exec_id.clone(),
+                offset,
+                data: data.clone(),
+                eof,
+                ..Default::default()
+            };
+            let end = offset.saturating_add(u64::try_from(data.len()).expect("a length fits 64 bits"));
+            match execs.write_stdin_with_options(request, client::quick()).await {
+                Ok(answer) => {
+                    let next = answer.into_owned().next_offset.clamp(offset, end);
+                    if next == end {
+                        offset = end;
+                        break;
+                    }
+                    let arrived = usize::try_from(next - offset).expect("no longer than the chunk");
+                    data.drain(..arrived);
+                    offset = next;
+                    if arrived == 0 {
+                        // The program is not reading, and its host has buffered what it may.
+                        tokio::time::sleep(STDIN_PAUSE).await;
+                    }
+                }
+                // The program has closed its input or ended: there is nobody to write to.
+                Err(error) if error.code == ErrorCode::FailedPrecondition => return Ok(()),
+                Err(error) if is_cut(&error) || error.code == ErrorCode::ResourceExhausted => {
+                    tokio::time::sleep(STDIN_PAUSE).await;
+                }
+                Err(error) => return Err(client.error(&error)),
+            }
+        }
+        if eof {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cloister_api::common::{OutputData, OutputGap};
+
+    use super::*;
+
+    fn frame(frame: impl Into<Frame>) -> OutputFrame {
+        OutputFrame { frame: Some(frame.into()), ..Default::default() }
+    }
+
+    #[test]
+    fn next_offset_only_grows() {
+        let mut next = 0;
+        advance(&frame(OutputData { offset: 0, data: b"hello".to_vec(), ..Default::default() }), &mut next);
+        assert_eq!(next, 5);
+        advance(&frame(OutputData { offset: 2, data: b"l".to_vec(), ..Default::default() }), &mut next);
+        assert_eq!(next, 5);
+        advance(&frame(OutputGap { from: 5, to: 100, ..Default::default() }), &mut next);
+        assert_eq!(next, 100);
+        advance(
+            &frame(OutputData { offset: u64::MAX, data: b"xy".to_vec(), ..Default::default() }),
+            &mut next,
+        );
+        assert_eq!(next, u64::MAX);
+    }
+
+    #[test]
+    fn a_refusal_is_not_taken_for_a_cut() {
+        assert!(is_cut(&ConnectError::unavailable("gone")));
+        assert!(is_cut(&ConnectError::internal("no end of stream")));
+        assert!(!is_cut(&ConnectError::invalid_argument("no")));
+        assert!(!is_cut(&ConnectError::not_found("no")));
+        assert!(!is_cut(&ConnectError::failed_precondition("paused")));
+        assert!(!is_cut(&ConnectError::unauthenticated("who")));
+    }
+}

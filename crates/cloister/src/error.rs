@@ -1,0 +1,275 @@
+//! What goes wrong on the command line, and what a person can do about it.
+//!
+//! Every failure ends here: `main` prints `error: …`, then `hint: …` when there is a remedy, and exits with
+//! [`CliError::exit_code`]. Errors of the API keep their code (`CL1003`) and the remedy that the coordinator
+//! sent; errors of this machine carry a hint of their own. Nothing is printed where it happens.
+
+use std::io;
+
+use buffa::Message;
+use cloister_api::app;
+use connectrpc::{ConnectError, ErrorCode};
+
+/// Exit code of a command that failed (other than `run` and `exec`).
+pub(crate) const EXIT_FAILED: u8 = 1;
+/// Exit code of a command line that makes no sense.
+pub(crate) const EXIT_USAGE: u8 = 2;
+/// Exit code of `status` when nothing runs.
+pub(crate) const EXIT_NOT_RUNNING: u8 = 3;
+/// Exit code of `run` and `exec` when Cloister itself failed.
+pub(crate) const EXIT_CLOISTER: u8 = 125;
+/// Exit code after Ctrl-C, as shells report it.
+pub(crate) const EXIT_INTERRUPTED: u8 = 130;
+/// Exit code when standard output was closed by its reader, as shells report `SIGPIPE`.
+pub(crate) const EXIT_BROKEN_PIPE: u8 = 141;
+
+/// Why a command did not do what it was asked to.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CliError {
+    /// The coordinator refused or failed a call.
+    #[error("{message}")]
+    Api {
+        /// The code of the protocol, for example `not_found`.
+        code: ErrorCode,
+        /// What the coordinator said.
+        message: String,
+        /// Its code, remedy and field, where it sent them.
+        detail: Option<Box<app::ErrorDetail>>,
+    },
+    /// No answer at all.
+    #[error("cannot reach the coordinator at `{endpoint}`: {reason}")]
+    Unreachable {
+        /// Where it was looked for.
+        endpoint: String,
+        /// The last cause.
+        reason: String,
+    },
+    /// Something on this machine is not as it must be; the hint says what to do.
+    #[error("{message}")]
+    Refused {
+        /// What is wrong.
+        message: String,
+        /// What to do; empty when there is nothing.
+        hint: String,
+    },
+    /// A file, process or socket of this machine.
+    #[error("cannot {action}: {source}")]
+    Io {
+        /// Verb and object, for example ``read `/etc/passwd` ``.
+        action: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Ctrl-C while waiting.
+    #[error("interrupted")]
+    Interrupted,
+    /// The reader of standard output is gone.
+    #[error("standard output was closed")]
+    BrokenPipe,
+    /// `run` or `exec` failed for this reason; only the exit code differs from the reason's own.
+    #[error(transparent)]
+    Work(Box<CliError>),
+}
+
+impl CliError {
+    /// Returns a refusal with its remedy.
+    pub(crate) fn refused(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::Refused { message: message.into(), hint: hint.into() }
+    }
+
+    /// Returns a function that names what was being done when the system refused.
+    pub(crate) fn io(action: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let action = action.into();
+        move |source| {
+            if source.kind() == io::ErrorKind::BrokenPipe {
+                Self::BrokenPipe
+            } else {
+                Self::Io { action, source }
+            }
+        }
+    }
+
+    /// Returns the error of `run` and `exec`, whose own failures exit with 125.
+    pub(crate) fn of_work(self) -> Self {
+        match self {
+            Self::Work(_) | Self::Interrupted | Self::BrokenPipe => self,
+            other => Self::Work(Box::new(other)),
+        }
+    }
+
+    /// Returns the error of a call, without looking at where it went.
+    pub(crate) fn from_connect(endpoint: &str, error: &ConnectError) -> Self {
+        let detail = error_detail(error);
+        if error.code == ErrorCode::Unavailable && detail.is_none() {
+            return Self::Unreachable { endpoint: endpoint.to_owned(), reason: chain(error) };
+        }
+        let message = error.message.clone().unwrap_or_else(|| error.code.as_str().replace('_', " "));
+        Self::Api { code: error.code, message, detail: detail.map(Box::new) }
+    }
+
+    /// Returns whether the coordinator does not know what was named.
+    pub(crate) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Api { code: ErrorCode::NotFound, .. })
+    }
+
+    /// Returns the exit code of the process.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Work(_) => EXIT_CLOISTER,
+            Self::Interrupted => EXIT_INTERRUPTED,
+            Self::BrokenPipe => EXIT_BROKEN_PIPE,
+            Self::Api { .. } | Self::Unreachable { .. } | Self::Refused { .. } | Self::Io { .. } => {
+                EXIT_FAILED
+            }
+        }
+    }
+
+    /// Returns the stable code that has a page in the documentation, when there is one.
+    pub(crate) fn code(&self) -> Option<&str> {
+        match self {
+            Self::Api { detail: Some(detail), .. } if !detail.code.is_empty() => Some(&detail.code),
+            Self::Work(inner) => inner.code(),
+            _ => None,
+        }
+    }
+
+    /// Returns what a person can do about it.
+    pub(crate) fn hint(&self) -> Option<String> {
+        match self {
+            Self::Api { detail: Some(detail), .. } if !detail.remedy.is_empty() => Some(detail.remedy.clone()),
+            Self::Api { code: ErrorCode::Unauthenticated, .. } => {
+                Some("the token is missing, revoked or expired: check `cloister context show`, or set CLOISTER_TOKEN".into())
+            }
+            Self::Unreachable { .. } => Some(
+                "start it with `sudo cloister up --detach`, or point CLOISTER_ENDPOINT at one that runs; `cloister doctor` says more"
+                    .into(),
+            ),
+            Self::Refused { hint, .. } if !hint.is_empty() => Some(hint.clone()),
+            Self::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                Some("run the command as root (with `sudo`), or as the user who owns the file".into())
+            }
+            Self::Work(inner) => inner.hint(),
+            _ => None,
+        }
+    }
+
+    /// Returns the form that `--json` prints on standard error.
+    pub(crate) fn to_json(&self) -> serde_json::Value {
+        let inner = if let Self::Work(inner) = self { inner } else { self };
+        let kind = match inner {
+            Self::Api { code, .. } => code.as_str(),
+            Self::Unreachable { .. } => "unreachable",
+            Self::Refused { .. } => "refused",
+            Self::Io { .. } => "io",
+            Self::Interrupted => "interrupted",
+            Self::BrokenPipe => "broken_pipe",
+            Self::Work(_) => "failed",
+        };
+        let field = match inner {
+            Self::Api { detail: Some(detail), .. } => detail.field.clone(),
+            _ => String::new(),
+        };
+        serde_json::json!({"error": {
+            "kind": kind,
+            "code": self.code().unwrap_or_default(),
+            "message": self.to_string(),
+            "hint": self.hint().unwrap_or_default(),
+            "field": field,
+            "exitCode": self.exit_code(),
+        }})
+    }
+}
+
+/// Returns an error and its causes in one line, without saying anything twice.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text.push_str(": ");
+            text.push_str(&more);
+        }
+        source = cause.source();
+    }
+    text
+}
+
+/// Returns Cloister's own detail of an API error.
+fn error_detail(error: &ConnectError) -> Option<app::ErrorDetail> {
+    error.details.iter().find_map(|detail| {
+        let type_name = detail.type_url.rsplit('/').next().unwrap_or_default();
+        if type_name != "cloister.app.v1.ErrorDetail" {
+            return None;
+        }
+        let bytes = decode_base64(detail.value.as_deref()?)?;
+        app::ErrorDetail::decode_from_slice(&bytes).ok()
+    })
+}
+
+/// Decodes standard base 64 with or without padding, which is how the Connect protocol carries details.
+fn decode_base64(text: &str) -> Option<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3 + 3);
+    let (mut held, mut bits) = (0_u32, 0_u32);
+    for character in text.trim_end_matches('=').bytes() {
+        let value = match character {
+            b'A'..=b'Z' => character - b'A',
+            b'a'..=b'z' => character - b'a' + 26,
+            b'0'..=b'9' => character - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => return None,
+        };
+        held = (held << 6) | u32::from(value);
+        bits += 6;
+        if bits >= 8 {
+            bits -= 8;
+            bytes.push(u8::try_from((held >> bits) & 0xff).expect("masked to a byte"));
+        }
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use connectrpc::ErrorDetail;
+
+    use super::*;
+
+    #[test]
+    fn base64_is_decoded_with_and_without_padding() {
+        assert_eq!(decode_base64("aGk=").as_deref(), Some(&b"hi"[..]));
+        assert_eq!(decode_base64("aGk").as_deref(), Some(&b"hi"[..]));
+        assert_eq!(decode_base64("").as_deref(), Some(&b""[..]));
+        assert_eq!(decode_base64("a-b"), None);
+    }
+
+    #[test]
+    fn remedy_and_code_of_the_coordinator_are_shown() {
+        let detail = app::ErrorDetail {
+            code: "CL1003".into(),
+            remedy: "ask for less memory".into(),
+            field: "limits.memory_bytes".into(),
+            ..Default::default()
+        };
+        let error = ConnectError::invalid_argument("too much")
+            .with_detail(ErrorDetail::from_message("cloister.app.v1.ErrorDetail", &detail));
+        let error = CliError::from_connect("http://x", &error);
+        assert_eq!(error.to_string(), "too much");
+        assert_eq!(error.code(), Some("CL1003"));
+        assert_eq!(error.hint().as_deref(), Some("ask for less memory"));
+        assert_eq!(error.exit_code(), EXIT_FAILED);
+        let error = error.of_work();
+        assert_eq!(error.exit_code(), EXIT_CLOISTER);
+        assert_eq!(error.code(), Some("CL1003"));
+        assert_eq!(error.to_json()["error"]["field"], "limits.memory_bytes");
+        assert_eq!(error.to_json()["error"]["kind"], "invalid_argument");
+    }
+
+    #[test]
+    fn no_answer_names_the_endpoint() {
+        let error = CliError::from_connect("http://127.0.0.1:1", &ConnectError::unavailable("refused"));
+        assert!(error.to_string().contains("http://127.0.0.1:1"), "{error}");
+        assert!(error.hint().is_some_and(|hint| hint.contains("cloister up")));
+    }
+}

@@ -1,0 +1,88 @@
+//! The child's side of the supervision: a role in a process of its own.
+//!
+//! Started by hand, a role is configured by the environment and lives until SIGTERM. Started by `up` it also dies
+//! with it: a supervisor that is killed must leave nothing that the next one would have to fight.
+
+use clap::Args;
+use cloister_coordinator::Config;
+use cloister_host::HostConfig;
+use cloister_service::telemetry::{self, LOG_FORMAT, LogFormat};
+use cloister_service::{ConfigReader, Environment, TaskRegistry, error_chain, shutdown};
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+
+use crate::error::CliError;
+
+/// What `up` tells its children; of no use to anybody else.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct RoleArgs {
+    /// Process of the supervisor: die with it
+    #[arg(long, hide = true, value_name = "PID")]
+    pub(crate) supervised_by: Option<i32>,
+    /// Stop all sandboxes of a host agent that does not run, and end
+    #[arg(long, hide = true)]
+    pub(crate) stop_sandboxes: bool,
+}
+
+impl RoleArgs {
+    /// Runs the coordinator until it is told to stop.
+    ///
+    /// # Errors
+    ///
+    /// Every problem of the configuration together, or what it could not go on without.
+    pub(crate) async fn run_coordinator(self) -> Result<u8, CliError> {
+        let environment = self.begin()?;
+        let config = Config::from_environment(&environment).map_err(configuration)?;
+        let tasks = TaskRegistry::new();
+        let token = shutdown::on_signals(&tasks).map_err(CliError::io("listen for signals"))?;
+        cloister_coordinator::run(config, token).await.map_err(|error| failed("coordinator", &error))?;
+        Ok(0)
+    }
+
+    /// Runs the host agent until it is told to stop; its sandboxes run on.
+    ///
+    /// # Errors
+    ///
+    /// Every problem of the configuration together, or what it could not go on without.
+    pub(crate) async fn run_host(self) -> Result<u8, CliError> {
+        let environment = self.begin()?;
+        let config = HostConfig::read(&environment).map_err(configuration)?;
+        if self.stop_sandboxes {
+            let stopped =
+                cloister_host::stop_all(config).await.map_err(|error| failed("host agent", &error))?;
+            tracing::info!(stopped, "sandboxes stopped");
+            return Ok(0);
+        }
+        let tasks = TaskRegistry::new();
+        let token = shutdown::on_signals(&tasks).map_err(CliError::io("listen for signals"))?;
+        cloister_host::run(config, token).await.map_err(|error| failed("host agent", &error))?;
+        Ok(0)
+    }
+
+    /// Ties this process to its supervisor, starts telemetry, and returns the environment to be configured by.
+    fn begin(&self) -> Result<Environment, CliError> {
+        if let Some(supervisor) = self.supervised_by {
+            // SIGKILL: an agent that took its time would meet the next supervisor's.
+            set_parent_process_death_signal(Some(Signal::KILL))
+                .map_err(|errno| CliError::io("tie this process to its supervisor")(errno.into()))?;
+            // It may have died before that call, and then no signal comes.
+            if getppid().map(Pid::as_raw_pid) != Some(supervisor) {
+                return Err(CliError::refused("the supervisor is gone", "start it again with `cloister up`"));
+            }
+        }
+        let environment = Environment::of_process();
+        let mut reader = ConfigReader::new(&environment);
+        let format: Option<LogFormat> = reader.parse(&LOG_FORMAT);
+        let format = reader.finish(format.unwrap_or_default()).map_err(configuration)?;
+        telemetry::init(format)
+            .map_err(|error| CliError::refused(error_chain(&error), "correct `RUST_LOG`"))?;
+        Ok(environment)
+    }
+}
+
+fn configuration(error: cloister_service::ConfigError) -> CliError {
+    CliError::refused(error.to_string(), "docs/reference/configuration.md lists the variables")
+}
+
+fn failed(role: &str, error: &(dyn std::error::Error + 'static)) -> CliError {
+    CliError::refused(format!("the {role} ended: {}", error_chain(error)), "its log says what went before")
+}

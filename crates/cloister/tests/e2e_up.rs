@@ -1,0 +1,214 @@
+//! `cloister up` and `down` on the real binary: one per data directory, what dies comes back, sandboxes outlive the
+//! host agent and a killed supervisor, a clean stop leaves nothing running.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test states what it expects by unwrapping it"
+)]
+
+mod support;
+
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+
+use support::{CLOISTER, Up, can_run, is_alive, skip, wait_for};
+
+/// Starts a program that counts, and returns its session and exec.
+fn start_counter(up: &Up, name: &str) -> String {
+    up.ok(&["session", "create", "--name", name]);
+    up.ok(&["exec", "-d", name, "--", "sh", "-c", "i=0; while :; do echo $i; i=$((i+1)); sleep 0.05; done"])
+}
+
+/// Returns what the counter has printed; it must be 0, 1, 2, … without a hole.
+fn count(up: &Up, name: &str, exec: &str) -> usize {
+    let text = up.ok(&["logs", name, exec]);
+    let numbers: Vec<&str> = text.lines().collect();
+    let expected: Vec<String> = (0..numbers.len()).map(|number| number.to_string()).collect();
+    assert_eq!(numbers, expected, "the output has a hole");
+    numbers.len()
+}
+
+fn wait_until_it_counts_on(up: &Up, name: &str, exec: &str, from: usize) {
+    wait_for("the counter to count on", || {
+        let finished = up.run(&["logs", name, exec]);
+        let lines = finished.stdout().lines().count();
+        if lines > from { Ok(()) } else { Err(format!("{lines} lines: {finished:?}")) }
+    });
+    count(up, name, exec);
+}
+
+#[test]
+fn a_host_agent_that_was_killed_adopts_what_runs() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    let exec = start_counter(&up, "counter");
+    wait_until_it_counts_on(&up, "counter", &exec, 3);
+    let inside = up.json(&["ps", "counter"])["execs"][0]["pid"].clone();
+    let before = count(&up, "counter", &exec);
+    up.kill_role("host");
+    wait_until_it_counts_on(&up, "counter", &exec, before + 5);
+    let execs = up.json(&["ps", "counter"]);
+    assert_eq!(execs["execs"][0]["pid"], inside, "it is the same process");
+    assert_eq!(execs["execs"][0]["state"], "EXEC_STATE_RUNNING");
+    up.run(&["exec", "counter", "--", "true"]).expect(0);
+    up.ok(&["session", "delete", "counter"]);
+}
+
+#[test]
+fn a_coordinator_that_was_killed_comes_back_with_everything() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    let exec = start_counter(&up, "counter");
+    wait_until_it_counts_on(&up, "counter", &exec, 3);
+    let before = count(&up, "counter", &exec);
+    up.kill_role("coordinator");
+    wait_until_it_counts_on(&up, "counter", &exec, before + 5);
+    up.run(&["run", "--", "true"]).expect(0);
+    let status = up.json(&["status"]);
+    assert_eq!(status["running"], true, "{status}");
+}
+
+#[test]
+fn a_stream_that_is_cut_goes_on_where_it_was() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    up.ok(&["session", "create", "--name", "long"]);
+    let script = "i=0; while [ $i -lt 100 ]; do echo $i; i=$((i+1)); sleep 0.05; done";
+    let reader = up
+        .command(&["exec", "long", "--", "sh", "-c", script])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for("the exec to print", || {
+        let finished = up.run(&["logs", "long"]);
+        if finished.stdout().lines().count() > 5 { Ok(()) } else { Err(format!("{finished:?}")) }
+    });
+    up.kill_role("coordinator");
+    let output = reader.wait_with_output().unwrap();
+    let expected: String = (0..100).map(|number| format!("{number}\n")).collect();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{}", up.logs());
+    assert_eq!(output.status.code(), Some(0));
+}
+
+#[test]
+fn a_supervisor_that_was_killed_leaves_what_the_next_one_takes_over() {
+    if !can_run() {
+        return;
+    }
+    let mut up = Up::start();
+    let exec = start_counter(&up, "counter");
+    wait_until_it_counts_on(&up, "counter", &exec, 3);
+    let (postgres, coordinator, host) = (up.pid_of("postgres"), up.pid_of("coordinator"), up.pid_of("host"));
+    up.kill();
+    wait_for("the roles to die with it", || {
+        let alive: Vec<i32> = [coordinator, host].into_iter().filter(|pid| is_alive(*pid)).collect();
+        if alive.is_empty() { Ok(()) } else { Err(format!("{alive:?} live")) }
+    });
+    assert!(is_alive(postgres), "the database is left to be taken over");
+    up.start_again();
+    assert_eq!(up.pid_of("postgres"), postgres, "the same database server");
+    let before = up.run(&["logs", "counter", &exec]).stdout().lines().count();
+    wait_until_it_counts_on(&up, "counter", &exec, before + 5);
+}
+
+#[test]
+fn a_clean_stop_leaves_no_process_and_pauses_sessions() {
+    if !can_run() {
+        return;
+    }
+    let mut up = Up::start();
+    let exec = start_counter(&up, "counter");
+    wait_until_it_counts_on(&up, "counter", &exec, 3);
+    up.run(&["exec", "counter", "--", "sh", "-c", "echo kept > /root/file"]).expect(0);
+    assert_eq!(up.interrupt(), Some(0), "{}", up.logs());
+    assert_eq!(up.processes(), Vec::<String>::new());
+    assert_eq!(up.mounts(), Vec::<String>::new());
+    up.run(&["status"]).expect(3);
+    up.start_again();
+    wait_for("the session to be known as paused", || {
+        let state = up.json(&["session", "get", "counter"])["session"]["state"].clone();
+        if state == "SESSION_STATE_PAUSED" { Ok(()) } else { Err(state.to_string()) }
+    });
+    up.ok(&["session", "resume", "counter"]);
+    assert_eq!(up.ok(&["exec", "counter", "--", "cat", "/root/file"]), "kept");
+}
+
+#[test]
+fn a_second_up_is_refused_and_a_taken_port_names_the_flag() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    let pid = up.pid().to_string();
+    up.run(&["up", "--listen", "127.0.0.1:0"]).expect(1).says(&[&pid, "hint:", "cloister down"]);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let other = ["--data-dir", "/tmp/clo-never/data", "--run-dir", "/tmp/clo-never/run"];
+    up.run(&["up", "--listen", &address, other[0], other[1], other[2], other[3]])
+        .expect(1)
+        .says(&["--listen", &address]);
+    let _ = std::fs::remove_dir_all("/tmp/clo-never");
+}
+
+#[test]
+fn without_root_up_is_refused_with_the_remedy() {
+    if !can_run() {
+        return;
+    }
+    // Started as root, it becomes nobody before it looks at anything.
+    let output =
+        std::process::Command::new(CLOISTER).args(["up", "--run-as", "65534:65534"]).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("needs root") && stderr.contains("sudo cloister up"), "{stderr}");
+}
+
+#[test]
+fn detached_up_returns_ready_and_down_purges_everything() {
+    if !can_run() {
+        return;
+    }
+    let mut up = Up::start();
+    assert_eq!(up.interrupt(), Some(0));
+    let text = up.ok(&["up", "--detach", "--listen", "127.0.0.1:0"]);
+    assert!(text.contains("Cloister is up"), "{text}");
+    up.run(&["run", "--", "true"]).expect(0);
+    up.run(&["doctor", "--listen", "127.0.0.1:0"]).expect(0);
+    assert!(up.json(&["host", "list"])["hosts"][0]["connected"] == true);
+    up.run(&["down", "--purge"]).expect(1).says(&["--yes"]);
+    up.ok(&["down", "--purge", "--yes"]);
+    assert_eq!(up.processes(), Vec::<String>::new());
+    assert!(!up.path("data").exists() && !up.path("run").exists());
+    up.run(&["down"]).expect(0);
+}
+
+#[test]
+fn doctor_works_without_anything_running() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = std::process::Command::new(CLOISTER)
+        .args(["--json", "doctor", "--listen", "127.0.0.1:0"])
+        .arg("--data-dir")
+        .arg(directory.path().join("data"))
+        .arg("--run-dir")
+        .arg(directory.path().join("run"))
+        .env("CLOISTER_CONFIG", directory.path().join("config.toml"))
+        .env_remove("CLOISTER_ENDPOINT")
+        .arg0("cloister")
+        .output()
+        .unwrap();
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let checks = found["checks"].as_array().unwrap();
+    let by_name = |name: &str| checks.iter().find(|check| check["name"] == name).unwrap();
+    assert_eq!(by_name("coordinator")["status"], "not_applicable");
+    assert_eq!(by_name("port")["status"], "ok");
+    if by_name("postgres")["status"] != "ok" {
+        skip("PostgreSQL is not installed");
+    }
+}

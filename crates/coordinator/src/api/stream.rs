@@ -1,0 +1,118 @@
+//! `StreamsService`.
+
+use std::time::Duration;
+
+use cloister_api::app::attach_exec_request::Request;
+use cloister_api::app::{
+    AttachExecRequest, AttachExecResponse, ReadOutputRequest, ReadOutputResponse, StreamsService,
+    WatchSessionRequest, WatchSessionResponse,
+};
+use connectrpc::{
+    ConnectError, InboundStream, RequestContext, Response, ServiceRequest, ServiceResult, ServiceStream,
+};
+use futures::{StreamExt as _, TryStreamExt as _};
+
+use super::exec::spec;
+use super::session::event_to_proto;
+use super::{Api, field};
+use crate::app::Resource;
+use crate::app::exec::AttachTo;
+use crate::app::relay::Attached;
+use crate::error::{self, AppError};
+
+/// How long a caller may take for the first message.
+const FIRST_MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
+
+#[allow(refining_impl_trait, reason = "the generated trait hides the response type; naming it is clearer")]
+impl StreamsService for Api {
+    async fn watch_session(
+        &self,
+        ctx: RequestContext,
+        request: ServiceRequest<'_, WatchSessionRequest>,
+    ) -> ServiceResult<ServiceStream<WatchSessionResponse>> {
+        let request = request.to_owned_message();
+        let authorized = self.authorize(&ctx, "", Resource::OwnOrganization)?;
+        let reference = field::reference("session", &request.session)?;
+        let events = self.app.watch_session(&authorized, reference, request.after_cursor).await?;
+        let stream = events.map_ok(|event| WatchSessionResponse {
+            event: event_to_proto(&event).into(),
+            ..Default::default()
+        });
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn read_output(
+        &self,
+        ctx: RequestContext,
+        request: ServiceRequest<'_, ReadOutputRequest>,
+    ) -> ServiceResult<ServiceStream<ReadOutputResponse>> {
+        let request = request.to_owned_message();
+        let authorized = self.authorize(&ctx, "", Resource::OwnOrganization)?;
+        let reference = field::reference("session", &request.session)?;
+        let exec_id = field::exec_id(&request.exec_id)?;
+        let relay = self
+            .app
+            .read_output(&authorized, reference, &exec_id, request.from_offset, request.no_follow)
+            .await?;
+        let stream = futures::stream::unfold(relay, |mut relay| async move {
+            let item = relay.next().await?;
+            let item = item
+                .map(|frame| ReadOutputResponse { frame: frame.into(), ..Default::default() })
+                .map_err(ConnectError::from);
+            Some((item, relay))
+        });
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn attach_exec(
+        &self,
+        ctx: RequestContext,
+        mut requests: InboundStream<AttachExecRequest>,
+    ) -> ServiceResult<ServiceStream<AttachExecResponse>> {
+        let first = match tokio::time::timeout(FIRST_MESSAGE_DEADLINE, requests.next()).await {
+            Ok(Some(message)) => message?.to_owned_message(),
+            Ok(None) | Err(_) => {
+                return Err(AppError::new(&error::PROTOCOL, "no first message came").into());
+            }
+        };
+        let Some(Request::Start(start)) = first.request else {
+            return Err(AppError::new(&error::PROTOCOL, "the first message of the stream is `start`").into());
+        };
+        let start = *start;
+        let authorized = self.authorize(&ctx, &start.request_id, Resource::OwnOrganization)?;
+        let reference = field::reference("start.session", &start.session)?;
+        let to = match (start.spec.into_option(), start.exec_id.as_str()) {
+            (Some(given), "") => {
+                field::request_id(&start.request_id)?;
+                if start.from_offset != 0 {
+                    return Err(AppError::field("start.from_offset", "a new exec starts at 0").into());
+                }
+                AttachTo::Start {
+                    request_id: start.request_id.clone(),
+                    spec: spec("start.spec", Some(given))?,
+                }
+            }
+            (None, exec_id) if !exec_id.is_empty() => {
+                AttachTo::Existing { exec_id: field::exec_id(exec_id)?, from_offset: start.from_offset }
+            }
+            _ => {
+                return Err(
+                    AppError::field("start", "give either `spec` to start or `exec_id` to take up").into()
+                );
+            }
+        };
+        let attachment = self.app.attach_exec(&authorized, reference, to).await?;
+        let stream = attachment.run(requests).map(|item| {
+            item.map(|attached| match attached {
+                Attached::Started(exec) => {
+                    AttachExecResponse { response: Some(exec.into()), ..Default::default() }
+                }
+                Attached::Frame(frame) => {
+                    AttachExecResponse { response: Some(frame.into()), ..Default::default() }
+                }
+            })
+            .map_err(ConnectError::from)
+        });
+        Ok(Response::new(Box::pin(stream)))
+    }
+}

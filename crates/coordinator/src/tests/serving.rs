@@ -1,0 +1,118 @@
+//! Proves what the port serves: Connect, gRPC and gRPC-Web on it, probes, metrics, reflection, health, curl's JSON, the
+//! socket; and that stopping ends open streams with a reason.
+
+use cloister_api::app::{
+    GetSessionRequest, ListHostsRequest, SessionState, SessionsServiceClient, StreamsServiceClient,
+    WatchSessionRequest,
+};
+use cloister_api::connection::{Connection, Endpoint};
+use connectrpc::client::{ClientConfig, Http2Connection};
+use connectrpc::{ErrorCode, Protocol};
+
+use super::host::FakeHost;
+use super::support::{TestCoordinator, active_session, assert_code};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn probes_and_metrics_answer_without_a_bearer() {
+    let Some(mut coordinator) = TestCoordinator::start().await else { return };
+    let _host = FakeHost::connect(&coordinator, 8 << 30).await;
+    for path in ["/healthz", "/readyz"] {
+        let (status, _) = coordinator.http("GET", path, None, "text/plain", Vec::new()).await;
+        assert_eq!(status, 200, "{path}");
+    }
+    let token = coordinator.owner_token().to_owned();
+    let path = "/cloister.app.v1.HostsService/ListHosts";
+    let (status, hosts) = coordinator.post(path, Some(&token), "{}").await;
+    assert_eq!(status, 200);
+    assert_eq!(hosts["hosts"][0]["connected"], true, "{hosts}");
+    let (_, metrics) = coordinator.http("GET", "/metrics", None, "text/plain", Vec::new()).await;
+    let metrics = String::from_utf8(metrics).unwrap();
+    let expected =
+        r#"cloister_coordinator_requests_total{rpc="/cloister.app.v1.HostsService/ListHosts",status="ok"}"#;
+    assert!(metrics.contains(expected), "{metrics}");
+    assert!(metrics.contains("cloister_coordinator_host_links"), "{metrics}");
+    coordinator.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reflection_and_health_name_the_services() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let body = br#"{"listServices":""}"#;
+    let mut envelope = vec![0];
+    envelope.extend_from_slice(&u32::try_from(body.len()).unwrap().to_be_bytes());
+    envelope.extend_from_slice(body);
+    let path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo";
+    let (status, answer) = coordinator.http("POST", path, None, "application/connect+json", envelope).await;
+    let text = String::from_utf8_lossy(&answer);
+    assert_eq!(status, 200, "{text}");
+    for service in crate::api::SERVICES {
+        assert!(text.contains(service), "`{service}` is not in {text}");
+        let (status, answer) = coordinator
+            .post("/grpc.health.v1.Health/Check", None, format!(r#"{{"service":"{service}"}}"#))
+            .await;
+        assert_eq!((status, answer["status"].as_str()), (200, Some("SERVING")), "{answer}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_socket_serves_the_same_with_the_same_gate() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let endpoint = Endpoint::Unix(coordinator.listening.socket.clone().expect("a socket"));
+    let owner = Connection::dial(&endpoint, Some(coordinator.owner_token())).await.expect("connect");
+    owner.hosts().list_hosts(ListHostsRequest::default()).await.expect("list");
+    let nobody = Connection::dial(&endpoint, None).await.expect("connect");
+    nobody.hosts().list_hosts(ListHostsRequest::default()).await.expect_err("no bearer");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn grpc_and_grpc_web_are_served_on_the_same_port() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let _host = FakeHost::connect(&coordinator, 8 << 30).await;
+    let owner = coordinator.owner().await;
+    let session = active_session(&owner, "c1").await;
+    let base: http::Uri = coordinator.endpoint().to_string().parse().unwrap();
+    for protocol in [Protocol::Grpc, Protocol::GrpcWeb, Protocol::Connect] {
+        let transport = Http2Connection::builder().connect_plaintext(base.clone()).await.unwrap().shared(16);
+        let config = ClientConfig::new(base.clone())
+            .with_protocol(protocol)
+            .with_default_header("authorization", format!("Bearer {}", coordinator.owner_token()));
+        let sessions = SessionsServiceClient::new(transport.clone(), config.clone());
+        let request = GetSessionRequest { session: session.id.clone(), ..Default::default() };
+        let found = sessions.get_session(request).await.expect("get").into_owned().session;
+        assert_eq!(found.state, SessionState::Active, "{protocol:?}");
+        let missing = GetSessionRequest { session: "nothing".to_owned(), ..Default::default() };
+        assert_code(sessions.get_session(missing).await, "CL1005", ErrorCode::NotFound);
+        let streams = StreamsServiceClient::new(transport.clone(), config);
+        let watch = WatchSessionRequest { session: session.id.clone(), ..Default::default() };
+        let mut stream = streams.watch_session(watch).await.expect("watch");
+        let first = stream.message().await.expect("an event").expect("one").to_owned_message();
+        assert_eq!(first.event.cursor, 1, "{protocol:?}");
+        // Without a bearer the gate answers in each protocol's own way.
+        let nobody =
+            SessionsServiceClient::new(transport, ClientConfig::new(base.clone()).with_protocol(protocol));
+        let refused = nobody.get_session(GetSessionRequest::default()).await;
+        assert_code(refused, "CL1001", ErrorCode::Unauthenticated);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stopping_ends_open_streams_with_a_reason_and_takes_no_grace() {
+    let Some(mut coordinator) = TestCoordinator::start().await else { return };
+    let _host = FakeHost::connect(&coordinator, 8 << 30).await;
+    let owner = coordinator.owner().await;
+    let session = active_session(&owner, "c1").await;
+    let watch = WatchSessionRequest { session: session.id.clone(), ..Default::default() };
+    let mut stream = owner.streams().watch_session(watch).await.expect("watch");
+    stream.message().await.expect("an event").expect("one");
+    let started = std::time::Instant::now();
+    coordinator.stop().await;
+    assert!(started.elapsed() < std::time::Duration::from_secs(5), "{:?}", started.elapsed());
+    let error = loop {
+        match stream.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("a clean end before `deleted`"),
+            Err(error) => break error,
+        }
+    };
+    assert_code::<()>(Err(error), "CL1022", ErrorCode::Unavailable);
+}

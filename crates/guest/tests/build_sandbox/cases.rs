@@ -1,0 +1,662 @@
+//! The cases, in the order they run.
+
+use std::fs;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use cloister_guest::shim::config::{Defence, DiskConfig};
+
+use crate::sandbox::{Report, Sandbox, wait_until};
+
+pub(crate) type Case = (&'static str, fn());
+
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
+}
+
+pub(crate) const ALL: &[Case] = cases![
+    namespaces_and_privileges_are_what_the_facts_say,
+    build_steps_are_timed,
+    system_directories_are_read_only,
+    etc_is_synthesised,
+    writable_places_can_be_written_by_root_and_user,
+    proc_is_masked,
+    mount_tree_cannot_be_changed,
+    refused_system_calls_fail,
+    exotic_sockets_fail,
+    setuid_bits_and_devices_have_no_effect,
+    host_processes_are_invisible,
+    pid_1_cannot_be_touched,
+    network_is_refused_at_once,
+    host_abstract_sockets_are_unreachable,
+    disk_limit_of_tmpfs_is_enospc,
+    disk_limit_of_image_is_enospc,
+    layer_survives_the_sandbox,
+    links_planted_in_the_layer_are_not_followed,
+    nothing_is_left_after_shim_is_killed,
+    nothing_is_left_after_failed_build,
+    processes_join_their_cgroups,
+    control_locked_mounts,
+    control_seccomp,
+    control_landlock,
+    control_capabilities,
+    control_no_new_privileges,
+    control_network_namespace,
+    control_pid_namespace,
+    control_disk_limit,
+    common_programs_work,
+];
+
+fn namespaces_and_privileges_are_what_the_facts_say() {
+    let sandbox = Sandbox::start();
+    let facts = sandbox.facts();
+    for name in ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"] {
+        let host = fs::read_link(format!("/proc/self/ns/{name}")).unwrap();
+        let outside = fs::read_link(format!("/proc/{}/ns/{name}", sandbox.pid)).unwrap();
+        assert_ne!(host, outside, "{name}");
+        assert!(outside.to_str().unwrap().contains(&facts[&format!("namespace.{name}")]), "{name}");
+    }
+    assert_eq!(facts["uid_map"], format!("0 {} 65536", sandbox.config.id_base));
+    assert_eq!(facts["gid_map"], facts["uid_map"]);
+    assert_eq!(facts["guest_agent_pid"], "1");
+    assert_eq!(facts["hostname"], "inside");
+    assert_eq!(facts["seccomp_mode"], "2");
+    assert_eq!(facts["no_new_privs"], "1");
+    // KILL, SETGID, SETUID.
+    assert_eq!(facts["guest_agent_capabilities"], "00000000000000e0");
+    assert_eq!(facts["capability_bounding_set"], "0000000000000000");
+    assert!(facts["landlock_abi"].parse::<u32>().unwrap() >= 2);
+    for uid in [0, 1000] {
+        let (_, status) = sandbox.shell_as(uid, "cat /proc/self/status");
+        for line in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert!(status.contains(&format!("{line}:\t0000000000000000")), "{uid}: {status}");
+        }
+        assert!(status.contains("NoNewPrivs:\t1") && status.contains("Seccomp:\t2"), "{status}");
+        assert!(status.contains(&format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}")), "{status}");
+    }
+    assert_eq!(sandbox.shell("cat /proc/self/cgroup | cut -d: -f3 | sort -u"), "/");
+}
+
+fn build_steps_are_timed() {
+    let sandbox = Sandbox::start();
+    let steps: Vec<&str> = sandbox.timings.iter().map(|(step, _)| step.as_str()).collect();
+    println!("timings (microseconds): {:?}", sandbox.timings);
+    for step in ["network", "layer", "root", "clone", "proc", "user_namespace", "id_maps", "exec"] {
+        assert!(steps.contains(&step), "{step} in {steps:?}");
+    }
+}
+
+fn system_directories_are_read_only() {
+    let sandbox = Sandbox::start();
+    for place in ["/usr/x", "/usr/bin/x", "/x", "/dev/x", "/opt/x"] {
+        assert_eq!(sandbox.attack("write_file", place), "EROFS", "{place}");
+    }
+    // Landlock answers first here; in the control without it the mount does.
+    let (code, _) = sandbox.shell_as(0, "chmod 777 /usr/bin/env || rm /usr/bin/env || mv /usr /usr2");
+    assert_ne!(code, 0);
+    assert_ne!(sandbox.attack("write_file", "/etc/ssl/certs/ca-certificates.crt"), "ok");
+    let mounts = sandbox.shell("cat /proc/self/mountinfo");
+    for line in mounts.lines() {
+        let fields: Vec<&str> = line.split(' ').collect();
+        assert!(fields[5].contains("nosuid"), "{line}");
+        if fields[4].starts_with("/usr") {
+            assert!(fields[5].starts_with("ro,"), "{line}");
+        }
+        if !fields[4].starts_with("/dev/") && !fields[4].starts_with("/proc") {
+            assert!(fields[5].contains("nodev"), "{line}");
+        }
+    }
+    // No trace of where things are on the host, and nothing of its other filesystems.
+    assert!(!mounts.contains(sandbox.path().to_str().unwrap()), "{mounts}");
+    assert_eq!(
+        sandbox.shell("ls / | tr '\\n' ' '").replace("lib32 ", "").replace("libx32 ", ""),
+        "bin dev etc home lib lib64 mnt opt proc root run sbin srv tmp usr var workspace"
+    );
+}
+
+fn etc_is_synthesised() {
+    let sandbox = Sandbox::start();
+    assert_eq!(sandbox.shell("id"), "uid=0(root) gid=0(root) groups=0(root)");
+    assert_eq!(sandbox.shell_as(1000, "id -un; echo ~user").1, "user\n/home/user");
+    assert_eq!(sandbox.shell("hostname; cat /etc/hostname"), "inside\ninside");
+    assert_eq!(sandbox.shell("getent hosts inside localhost | wc -l"), "2");
+    for secret in ["shadow", "gshadow", "sudoers", "ssh", "ssl/private", "machine-id", "npmrc", "pip.conf"] {
+        assert_eq!(sandbox.attack("read_file", &format!("/etc/{secret}")), "ENOENT", "{secret}");
+    }
+    if Path::new("/etc/ssl/certs/ca-certificates.crt").exists() {
+        assert_eq!(sandbox.attack("read_file", "/etc/ssl/certs/ca-certificates.crt"), "ok");
+    }
+    sandbox.shell("echo 'x:x:77:77::/:/bin/sh' >> /etc/passwd && getent passwd x");
+    sandbox.shell("git config --system a.b c 2>/dev/null || [ ! -e /usr/bin/git ]");
+}
+
+fn writable_places_can_be_written_by_root_and_user() {
+    let sandbox = Sandbox::start();
+    for place in [
+        "/home/x",
+        "/root/x",
+        "/var/x",
+        "/var/log/x",
+        "/tmp/x",
+        "/workspace/x",
+        "/etc/x",
+        "/run/x",
+        "/dev/shm/x",
+    ] {
+        assert_eq!(sandbox.attack("write_file", place), "ok", "{place}");
+    }
+    for place in ["/tmp/y", "/home/user/y", "/var/tmp/y", "/run/lock/y", "/dev/shm/y"] {
+        assert_eq!(sandbox.attack_as(1000, "write_file", place), "ok", "{place}");
+    }
+    assert_eq!(sandbox.attack_as(1000, "write_file", "/etc/y"), "EACCES");
+    assert_eq!(sandbox.shell("pwd; stat -c %U /workspace / /home/user"), "/workspace\nroot\nroot\nuser");
+    sandbox
+        .shell("cd /tmp && mkdir a b && echo 1 > a/f && mv a/f b/f && ln b/f a/g && mkfifo p && rm -r a b p");
+    sandbox.shell("echo x > /dev/null; head -c 4 /dev/urandom | wc -c; [ -c /dev/full ] && [ -d /dev/pts ]");
+}
+
+fn proc_is_masked() {
+    let sandbox = Sandbox::start();
+    for file in ["kallsyms", "keys", "kcore", "kmsg", "timer_list", "config.gz", "slabinfo"] {
+        let outcome = sandbox.attack("read_file", &format!("/proc/{file}"));
+        assert!(["empty", "ENOENT"].contains(&outcome.as_str()), "{file}: {outcome}");
+    }
+    for file in
+        ["sys/kernel/core_pattern", "sys/kernel/hostname", "sys/vm/drop_caches", "sys/kernel/modprobe"]
+    {
+        let outcome = sandbox.attack("write_file", &format!("/proc/{file}"));
+        assert!(["EROFS", "EACCES", "ENOENT"].contains(&outcome.as_str()), "{file}: {outcome}");
+    }
+    // Written to a null device if anything is there at all.
+    let before = fs::read_to_string("/proc/uptime").unwrap();
+    sandbox.shell("echo b > /proc/sysrq-trigger || true");
+    assert_ne!(before, "");
+    assert_eq!(sandbox.shell("ls /proc/acpi /proc/scsi 2>/dev/null | grep -v : | tr -d '\\n'"), "");
+    sandbox.shell("cat /proc/cpuinfo /proc/meminfo /proc/self/maps /proc/sys/kernel/random/uuid >/dev/null");
+    assert_eq!(sandbox.shell("ls -d /sys 2>/dev/null | wc -l"), "0");
+}
+
+fn mount_tree_cannot_be_changed() {
+    let sandbox = Sandbox::start();
+    for attack in [
+        "mount_tmpfs",
+        "umount_usr",
+        "umount_proc_mask",
+        "mount_proc",
+        "remount_usr_writable",
+        "unshare_user",
+    ] {
+        assert_eq!(sandbox.attack(attack, ""), "EPERM", "{attack}");
+    }
+    let (code, _) = sandbox.shell_as(0, "unshare -Urm true");
+    assert_ne!(code, 0);
+}
+
+/// Refused calls, by name and arguments that would not crash were they allowed.
+const REFUSED: &[(&str, libc::c_long, &str)] = &[
+    ("bpf", libc::SYS_bpf, "0 0 0"),
+    ("keyctl", libc::SYS_keyctl, "0 -3 1"),
+    ("add_key", libc::SYS_add_key, "0 0 0 0 0"),
+    ("io_uring_setup", libc::SYS_io_uring_setup, "1 0"),
+    ("io_uring_enter", libc::SYS_io_uring_enter, "0 0 0 0"),
+    ("userfaultfd", libc::SYS_userfaultfd, "1"),
+    ("perf_event_open", libc::SYS_perf_event_open, "0 0 -1 -1 0"),
+    ("open_by_handle_at", libc::SYS_open_by_handle_at, "0 0 0"),
+    ("kexec_load", libc::SYS_kexec_load, "0 0 0 0"),
+    ("init_module", libc::SYS_init_module, "0 0 0"),
+    ("setns", libc::SYS_setns, "0 0"),
+    ("pivot_root", libc::SYS_pivot_root, "0 0"),
+    ("fsopen", libc::SYS_fsopen, "0 0"),
+    ("open_tree", libc::SYS_open_tree, "-100 0 1"),
+    ("mount_setattr", libc::SYS_mount_setattr, "-100 0 0 0 0"),
+    ("clone3", libc::SYS_clone3, "0 0"),
+    ("clone(NEWUSER)", libc::SYS_clone, "0x10000011 0 0 0 0"),
+    ("personality(READ_IMPLIES_EXEC)", libc::SYS_personality, "0x0400000"),
+    ("syslog", libc::SYS_syslog, "10 0 0"),
+    ("newer than the table", 1023, "0"),
+];
+
+fn refused_system_calls_fail() {
+    let sandbox = Sandbox::start();
+    for (name, number, arguments) in REFUSED {
+        let outcome = sandbox.attack("system_call", &format!("{number} {arguments}"));
+        assert!(["EPERM", "ENOSYS"].contains(&outcome.as_str()), "{name}: {outcome}");
+    }
+    assert_eq!(sandbox.attack("system_call", "1023 0"), "ENOSYS");
+    assert_eq!(sandbox.attack("system_call", &format!("{} 0 0", libc::SYS_clone3)), "ENOSYS");
+    // No terminal there, so an answer other than ENOTTY is the filter's.
+    assert_eq!(sandbox.attack("type_into_terminal", ""), "EPERM");
+}
+
+fn exotic_sockets_fail() {
+    let sandbox = Sandbox::start();
+    let socket = |domain: i32, kind: i32, protocol: i32| {
+        sandbox.attack("system_call", &format!("{} {domain} {kind} {protocol}", libc::SYS_socket))
+    };
+    assert_eq!(socket(libc::AF_INET, libc::SOCK_RAW, 1), "EPERM");
+    assert_eq!(socket(libc::AF_INET6, libc::SOCK_RAW, 58), "EPERM");
+    assert_eq!(socket(libc::AF_PACKET, libc::SOCK_RAW, 3), "EAFNOSUPPORT");
+    assert_eq!(socket(libc::AF_VSOCK, libc::SOCK_STREAM, 0), "EAFNOSUPPORT");
+    assert_eq!(socket(libc::AF_ALG, libc::SOCK_SEQPACKET, 0), "EAFNOSUPPORT");
+    assert_eq!(socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_NETFILTER), "EPROTONOSUPPORT");
+    assert_eq!(socket(libc::AF_INET, libc::SOCK_STREAM, 0), "ok");
+    assert_eq!(socket(libc::AF_UNIX, libc::SOCK_STREAM, 0), "ok");
+    assert_eq!(socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_ROUTE), "ok");
+}
+
+fn setuid_bits_and_devices_have_no_effect() {
+    let sandbox = Sandbox::start();
+    sandbox.shell("cp /usr/bin/id /workspace/id && chmod 4755 /workspace/id && chmod 755 /workspace");
+    assert_eq!(sandbox.shell_as(1000, "/workspace/id -u"), (0, "1000".to_owned()));
+    assert_eq!(sandbox.attack_as(1000, "gain_root_ids", ""), "EPERM");
+    assert_eq!(sandbox.attack("make_device", ""), "EPERM");
+}
+
+fn host_processes_are_invisible() {
+    let sandbox = Sandbox::start();
+    let seen = sandbox.shell("ls /proc | grep -c '^[0-9]'");
+    assert!(seen.parse::<u32>().unwrap() <= 5, "{seen}");
+    assert_eq!(sandbox.shell("cat /proc/1/comm"), "cloister-guest");
+    let (_, output) = sandbox.shell_as(0, &format!("kill -9 {}", std::process::id()));
+    assert!(output.contains("No such process"), "{output}");
+}
+
+fn pid_1_cannot_be_touched() {
+    let sandbox = Sandbox::start();
+    assert_eq!(sandbox.attack("trace_pid_1", ""), "EPERM");
+    for file in ["mem", "maps", "environ", "root/etc/passwd", "fd/101"] {
+        let outcome = sandbox.attack("read_file", &format!("/proc/1/{file}"));
+        assert!(["EACCES", "EPERM", "ENOENT"].contains(&outcome.as_str()), "{file}: {outcome}");
+    }
+    for (attack, argument) in [("signal", "1"), ("limit_pid_1", ""), ("slow_pid_1", "")] {
+        let outcome = sandbox.attack(attack, argument);
+        assert!(["EPERM", "EACCES"].contains(&outcome.as_str()), "{attack}: {outcome}");
+    }
+    assert_eq!(sandbox.shell("grep Uid /proc/1/status"), "Uid:\t65533\t65533\t65533\t65533");
+    let (code, _) = sandbox.shell_as(0, "kill -9 1; kill -TERM 1; kill -9 -1; true");
+    assert!([0, 137].contains(&code), "{code}");
+    assert_eq!(sandbox.shell("echo alive"), "alive");
+}
+
+fn network_is_refused_at_once() {
+    let sandbox = Sandbox::start();
+    assert_eq!(sandbox.attack("connect_tcp", "192.0.2.1:443"), "ENETUNREACH");
+    assert_eq!(sandbox.attack("connect_tcp", "127.0.0.1:9"), "ECONNREFUSED");
+    assert_eq!(sandbox.attack("bind_tcp", "127.0.0.1:80"), "ok");
+}
+
+fn abstract_listener(name: &str) -> UnixListener {
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap()
+}
+
+fn host_abstract_sockets_are_unreachable() {
+    let name = format!("cloister-test-{}", std::process::id());
+    let _listener = abstract_listener(&name);
+    let sandbox = Sandbox::start();
+    assert_ne!(sandbox.attack("connect_abstract", &name), "ok");
+}
+
+fn disk_limit_of_tmpfs_is_enospc() {
+    let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Tmpfs { bytes: 8 << 20 });
+    for directory in ["/workspace", "/tmp", "/var/tmp", "/etc"] {
+        let outcome = sandbox.attack("fill", &format!("{directory}/big"));
+        assert!(outcome.starts_with("ENOSPC after "), "{directory}: {outcome}");
+        sandbox.shell(&format!("rm {directory}/big"));
+    }
+}
+
+/// An ext4 image of `mib`, or `None` without the tool that makes one.
+fn image(directory: &Path, mib: u64) -> Option<PathBuf> {
+    let path = directory.join("layer.img");
+    fs::File::create(&path).unwrap().set_len(mib << 20).unwrap();
+    let made = Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0"]).arg(&path).status();
+    if made.is_ok_and(|status| status.success()) {
+        return Some(path);
+    }
+    println!("SKIP: no mkfs.ext4 here");
+    None
+}
+
+fn disk_limit_of_image_is_enospc() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(image) = image(directory.path(), 32) else { return };
+    let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Loop { image });
+    println!("timings (microseconds): {:?}", sandbox.timings);
+    let outcome = sandbox.attack("fill", "/workspace/big");
+    assert!(outcome.starts_with("ENOSPC after "), "{outcome}");
+    assert_eq!(sandbox.shell("rm /workspace/big; echo again > /workspace/f; cat /workspace/f"), "again");
+}
+
+fn layer_survives_the_sandbox() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(image) = image(directory.path(), 32) else { return };
+    let disk = DiskConfig::Loop { image };
+    let mut first = Sandbox::start_with(|config| config.disk = disk.clone());
+    first.shell("echo kept > /workspace/f; echo 'x:x:77:77::/:/bin/sh' >> /etc/passwd; sync");
+    let id_base = first.config.id_base;
+    first.kill_shim();
+    wait_for_death(first.pid);
+    let second = Sandbox::start_with(|config| {
+        config.disk = disk.clone();
+        config.id_base = id_base;
+    });
+    assert_eq!(second.shell("cat /workspace/f; getent passwd x | cut -d: -f3"), "kept\n77");
+    drop(second);
+    let Err((Report::Failed { step, errno, .. }, mut shim, _directory)) =
+        Sandbox::try_start(|config| config.disk = disk)
+    else {
+        panic!("a layer of another id range was taken");
+    };
+    assert_eq!((step.as_str(), errno), ("check owner of layer", libc::EPERM));
+    drop(shim.stdin.take());
+    shim.wait().unwrap();
+}
+
+fn links_planted_in_the_layer_are_not_followed() {
+    let layer = tempfile::tempdir().unwrap();
+    let outside = tempfile::tempdir().unwrap();
+    fs::create_dir(outside.path().join("certs")).unwrap();
+    let disk = DiskConfig::Directory { path: layer.path().to_owned() };
+    let mut first = Sandbox::start_with(|config| config.disk = disk.clone());
+    let id_base = first.config.id_base;
+    first.kill_shim();
+    wait_for_death(first.pid);
+    // What a hostile guest could leave in the directories that it owns.
+    fs::remove_dir_all(layer.path().join("etc/ssl")).unwrap();
+    std::os::unix::fs::symlink(outside.path(), layer.path().join("etc/ssl")).unwrap();
+    fs::remove_file(layer.path().join("etc/ld.so.conf")).unwrap();
+    std::os::unix::fs::symlink("/etc/shadow", layer.path().join("etc/ld.so.conf")).unwrap();
+    let second = Sandbox::start_with(|config| {
+        config.disk = disk.clone();
+        config.id_base = id_base;
+    });
+    let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", second.shim_pid())).unwrap();
+    assert!(!mounts.contains(outside.path().to_str().unwrap()), "{mounts}");
+    assert_eq!(second.attack("read_file", "/etc/ld.so.conf"), "ENOENT");
+}
+
+fn wait_for_death(pid: i32) {
+    wait_until("pid 1 dies with its shim", || {
+        if Path::new(&format!("/proc/{pid}")).exists() { Err(format!("{pid} is there")) } else { Ok(()) }
+    });
+}
+
+/// Loop devices that an image below `directory` is attached to.
+fn attached(directory: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    for device in fs::read_dir("/sys/block").unwrap().map(Result::unwrap) {
+        let file = device.path().join("loop/backing_file");
+        let Ok(image) = fs::read_to_string(file) else { continue };
+        if image.starts_with(directory.to_str().unwrap()) {
+            found.push(image);
+        }
+    }
+    found
+}
+
+fn processes_of(id_base: u32) -> Vec<String> {
+    let range = id_base..id_base + 65_536;
+    fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| {
+            let path = entry.unwrap().path();
+            let status = fs::read_to_string(path.join("status")).ok()?;
+            let uid = status
+                .lines()
+                .find_map(|line| line.strip_prefix("Uid:\t"))?
+                .split('\t')
+                .next()?
+                .parse()
+                .ok()?;
+            range.contains(&uid).then(|| status.lines().next().unwrap().to_owned())
+        })
+        .collect()
+}
+
+fn nothing_is_left_after_shim_is_killed() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(image) = image(directory.path(), 32) else { return };
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let mut sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Loop { image });
+    sandbox.shell(
+        "setsid sleep 1000 >/dev/null 2>&1 & (trap '' TERM HUP; setsid -f sleep 1000 >/dev/null 2>&1); true",
+    );
+    let id_base = sandbox.config.id_base;
+    assert!(processes_of(id_base).len() >= 3, "{:?}", processes_of(id_base));
+    assert_eq!(attached(directory.path()).len(), 1);
+    sandbox.kill_shim();
+    wait_until("everything is gone", || {
+        let left = (processes_of(id_base), attached(directory.path()));
+        if left.0.is_empty() && left.1.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+    });
+    assert_eq!(fs::read_to_string("/proc/self/mountinfo").unwrap(), mounts);
+}
+
+fn nothing_is_left_after_failed_build() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(image) = image(directory.path(), 32) else { return };
+    // The layer is mounted by the time the root finds that the hostname file cannot be written.
+    let outcome = Sandbox::try_start(|config| {
+        config.disk = DiskConfig::Loop { image: image.clone() };
+        config.cgroup.agent_join = vec!["/dev/full".into()];
+    });
+    let Err((Report::Failed { step, errno, .. }, mut shim, sandbox_dir)) = outcome else {
+        panic!("a process that joins no cgroup was started");
+    };
+    assert_eq!((step.as_str(), errno), ("join cgroup of the guest agent", libc::ENOSPC));
+    let left: Vec<_> =
+        fs::read_dir(sandbox_dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["shim.json"]);
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", shim.id())).unwrap_or_default();
+    assert_eq!(children, "");
+    // The shim that failed still runs here.
+    wait_until("loop device is gone", || {
+        let left = attached(directory.path());
+        if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+    });
+    drop(shim.stdin.take());
+    shim.wait().unwrap();
+
+    let outcome =
+        Sandbox::try_start(|config| config.disk = DiskConfig::Loop { image: "/nonexistent".into() });
+    let Err((Report::Failed { step, path, errno }, mut shim, _)) = outcome else {
+        panic!("a sandbox without its disk was started");
+    };
+    assert_eq!((step.as_str(), path, errno), ("open disk image", Some("/nonexistent".into()), libc::ENOENT));
+    drop(shim.stdin.take());
+    shim.wait().unwrap();
+}
+
+/// A cgroup of the pids controller with children for agent and work.
+struct PidsCgroup(PathBuf);
+
+impl PidsCgroup {
+    fn new() -> Option<Self> {
+        let parent = Path::new("/sys/fs/cgroup/pids");
+        let path = parent.join(format!("cloister-test-{}", std::process::id()));
+        if !parent.exists() || fs::create_dir(&path).is_err() {
+            println!("SKIP: no writable pids hierarchy of cgroup v1 here");
+            return None;
+        }
+        fs::create_dir(path.join("agent")).unwrap();
+        fs::create_dir(path.join("work")).unwrap();
+        Some(Self(path))
+    }
+}
+
+impl Drop for PidsCgroup {
+    fn drop(&mut self) {
+        for path in [self.0.join("agent"), self.0.join("work"), self.0.clone()] {
+            wait_until("cgroup is empty", || fs::remove_dir(&path).map_err(|error| error.to_string()));
+        }
+    }
+}
+
+fn processes_join_their_cgroups() {
+    let Some(cgroup) = PidsCgroup::new() else { return };
+    fs::write(cgroup.0.join("work/pids.max"), "20").unwrap();
+    let start = |off: &[Defence]| {
+        Sandbox::start_with(|config| {
+            config.cgroup.agent_join = vec![cgroup.0.join("agent/tasks")];
+            config.cgroup.work_join = vec![cgroup.0.join("work/tasks")];
+            config.defences_off = off.to_vec();
+        })
+    };
+    let sandbox = start(&[]);
+    let members = fs::read_to_string(cgroup.0.join("agent/tasks")).unwrap();
+    assert_eq!(members.trim(), sandbox.pid.to_string());
+    let bomb = "for i in $(seq 40); do sleep 3 & done; jobs -p | wc -l";
+    let (_, output) = sandbox.shell_as(0, bomb);
+    assert!(output.contains("Resource temporarily unavailable"), "{output}");
+    assert_eq!(fs::read_to_string(cgroup.0.join("agent/tasks")).unwrap().trim(), sandbox.pid.to_string());
+    drop(sandbox);
+    // The control: without the limit's cgroup the same bomb goes off.
+    let sandbox = start(&[Defence::PidsCgroup]);
+    assert_eq!(sandbox.shell(bomb), "40");
+}
+
+/// Everything that stops changing mounts before the mounts' own locks do.
+const BEFORE_LOCKS: [Defence; 3] = [Defence::Seccomp, Defence::Landlock, Defence::Capabilities];
+
+fn control_locked_mounts() {
+    let locked = Sandbox::without(&BEFORE_LOCKS);
+    assert_eq!(locked.attack("umount_usr", ""), "EINVAL");
+    assert_eq!(locked.attack("umount_proc_mask", ""), "EINVAL");
+    assert_eq!(locked.attack("remount_usr_writable", ""), "EPERM");
+    assert_eq!(locked.attack("mount_proc", ""), "EPERM");
+    let mut off = BEFORE_LOCKS.to_vec();
+    off.push(Defence::LockedMounts);
+    let unlocked = Sandbox::without(&off);
+    assert_eq!(unlocked.attack("remount_usr_writable", ""), "ok");
+    assert_eq!(unlocked.attack("umount_proc_mask", ""), "ok");
+    assert_eq!(unlocked.attack("umount_usr", ""), "ok");
+}
+
+fn control_seccomp() {
+    let sandbox = Sandbox::without(&[Defence::Seccomp]);
+    assert_eq!(sandbox.facts()["seccomp_mode"], "0");
+    assert_eq!(sandbox.attack("system_call", &format!("{} 1", libc::SYS_userfaultfd)), "ok");
+    // A null pointer is only looked at by a call that is let through.
+    assert_eq!(sandbox.attack("system_call", &format!("{} 1 0", libc::SYS_io_uring_setup)), "EFAULT");
+    assert_eq!(sandbox.attack("system_call", &format!("{} 0 -3 1", libc::SYS_keyctl)), "ok");
+    let vsock = format!("{} {} 1 0", libc::SYS_socket, libc::AF_VSOCK);
+    let outcome = sandbox.attack("system_call", &vsock);
+    // A kernel without vsock answers what the filter would.
+    assert!(["ok", "EAFNOSUPPORT"].contains(&outcome.as_str()), "{outcome}");
+}
+
+fn control_landlock() {
+    // A process that one exec left, and another exec.
+    let left = "sleep 1000 >/dev/null 2>&1 </dev/null & echo $!";
+    let sandbox = Sandbox::without(&[Defence::Landlock]);
+    let pid = sandbox.shell(left);
+    assert_eq!(sandbox.attack("signal", &pid), "ok");
+    assert_eq!(sandbox.attack("read_file", &format!("/proc/{pid}/environ")), "ok");
+    let contained = Sandbox::start();
+    let pid = contained.shell(left);
+    assert_eq!(contained.attack("read_file", &format!("/proc/{pid}/environ")), "EACCES");
+    if contained.facts()["landlock_abi"].parse::<u32>().unwrap() >= 6 {
+        assert_eq!(contained.attack("signal", &pid), "EPERM");
+    }
+    // Without Landlock the mounts still refuse.
+    assert_eq!(sandbox.attack("write_file", "/usr/x"), "EROFS");
+}
+
+fn control_capabilities() {
+    let sandbox = Sandbox::without(&[Defence::Capabilities]);
+    let status = sandbox.shell("cat /proc/self/status");
+    assert!(!status.contains("CapEff:\t0000000000000000"), "{status}");
+    sandbox.shell("touch /workspace/f && chown 1000:1000 /workspace/f");
+    let contained = Sandbox::start();
+    let (code, _) = contained.shell_as(0, "touch /workspace/f && chown 1000:1000 /workspace/f");
+    assert_ne!(code, 0);
+}
+
+fn control_no_new_privileges() {
+    let sandbox = Sandbox::without(&[Defence::NoNewPrivileges]);
+    assert_eq!(sandbox.facts()["no_new_privs"], "0");
+    assert!(sandbox.shell("cat /proc/self/status").contains("NoNewPrivs:\t0"));
+    // The rest holds without it.
+    assert_eq!(sandbox.attack("mount_tmpfs", ""), "EPERM");
+}
+
+fn control_network_namespace() {
+    let name = format!("cloister-control-{}", std::process::id());
+    let _listener = abstract_listener(&name);
+    let sandbox = Sandbox::without(&[Defence::NetworkNamespace, Defence::Landlock]);
+    assert_eq!(sandbox.attack("connect_abstract", &name), "ok");
+}
+
+fn control_pid_namespace() {
+    let sandbox = Sandbox::without(&[Defence::PidNamespace]);
+    let outside = format!("/proc/{}/comm", std::process::id());
+    assert_eq!(sandbox.attack("read_file", &outside), "ok");
+    assert_ne!(sandbox.facts()["guest_agent_pid"], "1");
+}
+
+fn control_disk_limit() {
+    let sandbox = Sandbox::start_with(|config| {
+        config.disk = DiskConfig::Tmpfs { bytes: 8 << 20 };
+        config.defences_off = vec![Defence::DiskLimit];
+    });
+    assert_eq!(sandbox.attack("fill", "/workspace/big"), "ok");
+}
+
+/// A program that must work inside, if the host has it: its name, and a script whose last line must be `works`.
+const PROGRAMS: &[(&str, &str)] = &[
+    ("bash", "[[ $(echo {1..3}) == '1 2 3' ]] && cat <(echo works)"),
+    (
+        "python3",
+        "cat > p.py <<'X'\nimport ssl, multiprocessing, multiprocessing.shared_memory, tempfile, pty, sqlite3, socket\n\
+         def f(x): return x * x\n\
+         if __name__ == '__main__':\n  ssl.create_default_context()\n  \
+         s = multiprocessing.shared_memory.SharedMemory(create=True, size=100); s.close(); s.unlink()\n  \
+         assert multiprocessing.Pool(2).map(f, [1, 2]) == [1, 4]\n  pty.openpty()\n  \
+         socket.if_nameindex()\n  print('works')\nX\n/usr/bin/python3 p.py",
+    ),
+    ("python3-venv", "/usr/bin/python3 -m venv --without-pip v && v/bin/python -c 'print(\"works\")'"),
+    (
+        "git",
+        "git init -q r && cd r && git config user.email a@b && git config user.name a && echo x > f && git add f \
+         && git commit -qm m && git log --oneline | grep -q m && git clone -q . ../c && echo works",
+    ),
+    (
+        "node",
+        "node -e 'require(\"os\").networkInterfaces(); require(\"worker_threads\"); console.log(\"works\")'",
+    ),
+    ("npm", "npm --version > /dev/null && echo works"),
+    ("gcc", "echo 'int main(){return 0;}' > a.c && gcc a.c -o a && ./a && echo works"),
+    ("vim", "vim -es -u NONE -c 'put =41+1' -c 'w out' -c 'q!' f; grep -q 42 out && echo works"),
+    (
+        "gdb",
+        "gdb -batch -ex 'break main' -ex run -ex 'print 1' /usr/bin/env 2>&1 | grep -q . ; \
+             echo 'int main(){return 0;}' > g.c && gcc -g g.c -o g && gdb -batch -ex 'break main' -ex run ./g 2>&1 \
+             | grep -q 'Breakpoint 1, main' && echo works",
+    ),
+    ("strace", "strace -f -o t true && grep -q exit_group t && echo works"),
+    ("java", "java -version 2>&1 | grep -qi version && echo works"),
+    ("perl", "perl -MSocket -e 'print \"works\"'"),
+    ("openssl", "openssl rand -hex 4 >/dev/null && echo works"),
+];
+
+fn common_programs_work() {
+    let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Tmpfs { bytes: 512 << 20 });
+    let mut broken = Vec::new();
+    for (name, script) in PROGRAMS {
+        let program = name.split('-').next().unwrap();
+        if !Path::new("/usr/bin").join(program).exists() {
+            println!("SKIP: no {program} here");
+            continue;
+        }
+        for (uid, home) in [(0, "/workspace"), (1000, "/home/user")] {
+            let place = format!("export HOME={home}; cd $HOME && mkdir -p {name} && cd {name} && {script}");
+            let (_, output) = sandbox.shell_as(uid, &place);
+            if output.lines().last() != Some("works") {
+                broken.push(format!("{name} as {uid}: {output}"));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n---\n"));
+}

@@ -1,0 +1,278 @@
+//! What a host agent is told by its environment.
+//!
+//! Each variable is declared here once; the reference page is made from these constants. A configuration is read
+//! and checked as a whole before anything is touched, and all problems come together.
+
+use std::path::PathBuf;
+
+use cloister_api::connection::Endpoint;
+use cloister_sandbox::backend::HostPaths;
+use cloister_service::{ConfigError, ConfigReader, EnvVar, Environment};
+use cloister_types::{BackendKind, ByteCount, CpuMillis};
+use secrecy::SecretString;
+
+use crate::machine::{CapacityOverride, default_name};
+
+/// Where the coordinator listens.
+pub const COORDINATOR_ENDPOINT: EnvVar = EnvVar {
+    name: "CLOISTER_COORDINATOR_ENDPOINT",
+    doc: "Where the coordinator listens for hosts: `http://host:port` or `unix:///path`.",
+    default: None,
+    unit: None,
+    since: "0.1.0",
+};
+
+/// What the host shows the coordinator.
+pub const COORDINATOR_TOKEN: EnvVar = EnvVar {
+    name: "CLOISTER_COORDINATOR_TOKEN",
+    doc: "The bearer token of a host; `cloister token create` makes one. It is never logged.",
+    default: None,
+    unit: None,
+    since: "0.1.0",
+};
+
+/// Layers, intents and output.
+pub const DATA_DIR: EnvVar = EnvVar {
+    name: "CLOISTER_DATA_DIR",
+    doc: "Directory of what survives a reboot: writable layers, output, the host's id. One host agent owns it.",
+    default: Some("/var/lib/cloister"),
+    unit: None,
+    since: "0.1.0",
+};
+
+/// Sockets.
+pub const RUN_DIR: EnvVar = EnvVar {
+    name: "CLOISTER_RUN_DIR",
+    doc: "Directory of what does not survive a reboot: the sockets of shims. Keep the path short: with the \
+          socket's name it has at most 107 bytes.",
+    default: Some("/run/cloister"),
+    unit: None,
+    since: "0.1.0",
+};
+
+/// How sandboxes are isolated.
+pub const SANDBOX_BACKEND: EnvVar = EnvVar {
+    name: "CLOISTER_SANDBOX_BACKEND",
+    doc: "How sandboxes are isolated: `namespace`, or `auto` for the strongest backend that works here. `sim` \
+          isolates nothing, is for tests, and is used only when named.",
+    default: Some("auto"),
+    unit: None,
+    since: "0.1.0",
+};
+
+/// The name people see.
+pub const HOST_NAME: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_NAME",
+    doc: "The name that people see for this host. Unset means the machine's own name.",
+    default: None,
+    unit: None,
+    since: "0.1.0",
+};
+
+/// Promised memory.
+pub const HOST_MEMORY_BYTES: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_MEMORY_BYTES",
+    doc: "Memory that all sandboxes together are promised. Unset means the machine's, less a tenth and at least \
+          512 MiB.",
+    default: None,
+    unit: Some("bytes"),
+    since: "0.1.0",
+};
+
+/// Promised CPUs.
+pub const HOST_CPU_MILLIS: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_CPU_MILLIS",
+    doc: "Sum of the CPU limits of all sandboxes. Unset means 16 times the machine's CPUs: a limit is a ceiling, \
+          not a reservation.",
+    default: None,
+    unit: Some("thousandths of a CPU"),
+    since: "0.1.0",
+};
+
+/// Promised disk.
+pub const HOST_DISK_BYTES: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_DISK_BYTES",
+    doc: "Sum of the disk limits of all sessions. Unset means what is free where the data directory is, with \
+          what layers occupy already.",
+    default: None,
+    unit: Some("bytes"),
+    since: "0.1.0",
+};
+
+/// Kept output.
+pub const HOST_EXEC_SPOOL_BYTES: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_EXEC_SPOOL_BYTES",
+    doc: "Most bytes of output kept for each exec. A reader that is slower loses nothing; without a reader the \
+          oldest bytes go first.",
+    default: Some("16777216"),
+    unit: Some("bytes"),
+    since: "0.1.0",
+};
+
+/// Every variable of the host role.
+pub const VARIABLES: [&EnvVar; 10] = [
+    &COORDINATOR_ENDPOINT,
+    &COORDINATOR_TOKEN,
+    &DATA_DIR,
+    &RUN_DIR,
+    &SANDBOX_BACKEND,
+    &HOST_NAME,
+    &HOST_MEMORY_BYTES,
+    &HOST_CPU_MILLIS,
+    &HOST_DISK_BYTES,
+    &HOST_EXEC_SPOOL_BYTES,
+];
+
+/// Least output kept for an exec: one segment of a spool and the one that is being written.
+const EXEC_SPOOL_MIN: ByteCount = ByteCount::mib(2);
+
+/// Which backends a host agent opens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// The strongest that works; never `sim`.
+    Auto,
+    /// This one.
+    Only(BackendKind),
+}
+
+/// The configuration of a host agent.
+#[derive(Debug, Clone)]
+pub struct HostConfig {
+    /// Where the coordinator listens.
+    pub endpoint: Endpoint,
+    /// The bearer token.
+    pub token: SecretString,
+    /// Where the host agent keeps things.
+    pub paths: HostPaths,
+    /// How sandboxes are isolated.
+    pub backend: BackendChoice,
+    /// The name people see.
+    pub name: String,
+    /// What replaces the measured capacity.
+    pub capacity: CapacityOverride,
+    /// Most bytes of output kept for each exec.
+    pub exec_spool: ByteCount,
+}
+
+impl HostConfig {
+    /// Reads and checks the configuration of a process that runs as this user.
+    ///
+    /// # Errors
+    ///
+    /// Every problem, with what is accepted. Nothing was touched.
+    pub fn read(environment: &Environment) -> Result<Self, ConfigError> {
+        Self::read_as(environment, rustix::process::geteuid().is_root())
+    }
+
+    fn read_as(environment: &Environment, is_root: bool) -> Result<Self, ConfigError> {
+        let mut reader = ConfigReader::new(environment);
+        reader.refuse_unknown("CLOISTER_HOST_", &VARIABLES);
+        let endpoint = match reader.text(&COORDINATOR_ENDPOINT) {
+            Some(_) => reader.parse(&COORDINATOR_ENDPOINT),
+            None => {
+                reader.required(&COORDINATOR_ENDPOINT);
+                None
+            }
+        };
+        let token = SecretString::from(reader.required(&COORDINATOR_TOKEN));
+        let mut directory = |variable: &EnvVar| {
+            let path = PathBuf::from(reader.required(variable));
+            if !path.as_os_str().is_empty() && !path.is_absolute() {
+                reader.problem(format!("`{}` is `{}`: give an absolute path", variable.name, path.display()));
+            }
+            path
+        };
+        let paths = HostPaths { data_dir: directory(&DATA_DIR), run_dir: directory(&RUN_DIR) };
+        let backend = match reader.text(&SANDBOX_BACKEND) {
+            Some("auto") | None => BackendChoice::Auto,
+            Some(_) => match reader.parse::<BackendKind>(&SANDBOX_BACKEND) {
+                Some(kind) => BackendChoice::Only(kind),
+                None => BackendChoice::Auto,
+            },
+        };
+        if !is_root && backend != BackendChoice::Only(BackendKind::Sim) {
+            reader.problem(
+                "the host role makes namespaces and cgroups and needs root: start it with `sudo`, or as a \
+                 system service",
+            );
+        }
+        let name = reader.text(&HOST_NAME).map_or_else(default_name, str::to_owned);
+        if let Err(error) = cloister_types::name::validate_name(&name) {
+            reader.problem(format!("`{}`: {error}", HOST_NAME.name));
+        }
+        let capacity = CapacityOverride {
+            memory: reader.parse::<ByteCount>(&HOST_MEMORY_BYTES),
+            cpus: reader.parse::<u32>(&HOST_CPU_MILLIS).map(CpuMillis),
+            disk: reader.parse::<ByteCount>(&HOST_DISK_BYTES),
+        };
+        let exec_spool = reader.parse::<ByteCount>(&HOST_EXEC_SPOOL_BYTES).unwrap_or(EXEC_SPOOL_MIN);
+        if exec_spool < EXEC_SPOOL_MIN {
+            reader.problem(format!(
+                "`{}` is `{}`: at least {EXEC_SPOOL_MIN}",
+                HOST_EXEC_SPOOL_BYTES.name, exec_spool.0
+            ));
+        }
+        // Without an endpoint there is a problem, and `finish` returns nothing of this.
+        let endpoint = endpoint.unwrap_or_else(|| Endpoint::Unix(PathBuf::new()));
+        reader.finish(Self { endpoint, token, paths, backend, name, capacity, exec_spool })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn environment(pairs: &[(&'static str, &'static str)]) -> Environment {
+        let mut all = vec![
+            ("CLOISTER_COORDINATOR_ENDPOINT", "unix:///run/cloister/hosts.sock"),
+            ("CLOISTER_COORDINATOR_TOKEN", "a-secret"),
+        ];
+        all.extend_from_slice(pairs);
+        Environment::of(all)
+    }
+
+    #[test]
+    fn defaults_are_enough_with_endpoint_and_token_and_the_token_is_not_shown() {
+        let config = HostConfig::read_as(&environment(&[]), true).expect("no problem");
+        assert_eq!(config.backend, BackendChoice::Auto);
+        assert_eq!(config.paths.data_dir, PathBuf::from("/var/lib/cloister"));
+        assert_eq!(config.exec_spool, ByteCount::mib(16));
+        assert_eq!(config.capacity, CapacityOverride::default());
+        assert!(!format!("{config:?}").contains("a-secret"));
+    }
+
+    #[test]
+    fn all_problems_are_reported_together() {
+        let environment = Environment::of([
+            ("CLOISTER_COORDINATOR_ENDPOINT", "127.0.0.1:80"),
+            ("CLOISTER_DATA_DIR", "relative"),
+            ("CLOISTER_SANDBOX_BACKEND", "docker"),
+            ("CLOISTER_HOST_NAME", "Not A Name"),
+            ("CLOISTER_HOST_MEMORY_BYTES", "much"),
+            ("CLOISTER_HOST_EXEC_SPOOL_BYTES", "1"),
+            ("CLOISTER_HOST_MEMORY_BYTE", "1"),
+        ]);
+        let error = HostConfig::read_as(&environment, true).expect_err("problems");
+        for name in [
+            "CLOISTER_COORDINATOR_ENDPOINT",
+            "CLOISTER_COORDINATOR_TOKEN",
+            "CLOISTER_DATA_DIR",
+            "CLOISTER_SANDBOX_BACKEND",
+            "CLOISTER_HOST_NAME",
+            "CLOISTER_HOST_MEMORY_BYTES",
+            "CLOISTER_HOST_EXEC_SPOOL_BYTES",
+            "CLOISTER_HOST_MEMORY_BYTE`",
+        ] {
+            let count = error.problems.iter().filter(|problem| problem.contains(name)).count();
+            assert!(count >= 1, "`{name}` is missing in {:#?}", error.problems);
+        }
+    }
+
+    #[test]
+    fn without_root_only_the_simulation_starts() {
+        let error = HostConfig::read_as(&environment(&[]), false).expect_err("refused");
+        assert!(error.to_string().contains("sudo"), "{error}");
+        let sim = environment(&[("CLOISTER_SANDBOX_BACKEND", "sim")]);
+        HostConfig::read_as(&sim, false).expect("needs nothing of the kernel");
+    }
+}

@@ -1,0 +1,76 @@
+//! Limits that hold, each reported by its name.
+
+use std::time::{Duration, Instant};
+
+use cloister_types::{ByteCount, CpuMillis, ExitReason, Limits};
+
+use super::{Fixture, Program, Subject, small_limits};
+
+pub(super) async fn memory_limit_is_reported_by_name(subject: &dyn Subject) {
+    let fixture = Fixture::new(subject).await;
+    let (exit, _) = fixture.run(&Program::Allocate(ByteCount::mib(256).0)).await;
+    assert_eq!((exit.reason, exit.code), (ExitReason::OutOfMemory, 137), "{exit:?}");
+    assert!(!exit.message.is_empty());
+    fixture.end().await;
+}
+
+pub(super) async fn the_sandbox_survives_the_work_running_out_of_memory(subject: &dyn Subject) {
+    let fixture = Fixture::new(subject).await;
+    let bystander = fixture.start(&Program::Sleep(600)).await;
+    for _ in 0..2 {
+        let (exit, _) = fixture.run(&Program::Allocate(ByteCount::mib(256).0)).await;
+        assert_eq!(exit.reason, ExitReason::OutOfMemory, "{exit:?}");
+    }
+    let (exit, output) = fixture.run(&Program::Echo("alive".to_owned())).await;
+    assert_eq!((exit.reason, output.text().as_str()), (ExitReason::Exited, "alive\n"));
+    // The largest process goes, not any.
+    assert_eq!(fixture.sandbox.exec(&bystander).await.expect("look").exit, None);
+    fixture.end().await;
+}
+
+pub(super) async fn process_limit_is_reported_by_name(subject: &dyn Subject) {
+    let fixture = Fixture::with_limits(subject, Limits { pids: 16, ..small_limits() }).await;
+    let (exit, output) = fixture.run(&Program::Fork(64)).await;
+    assert!(exit.pids_limit_hit, "{exit:?}");
+    assert_eq!(exit.code, 1);
+    assert!(!output.stderr.is_empty());
+    let (exit, _) = fixture.run(&Program::Fork(4)).await;
+    assert_eq!(
+        (exit.code, exit.pids_limit_hit),
+        (0, false),
+        "the next exec is told of an earlier one's limit"
+    );
+    fixture.end().await;
+}
+
+pub(super) async fn full_disk_is_reported_by_name(subject: &dyn Subject) {
+    let fixture = Fixture::new(subject).await;
+    let (exit, _) = fixture.run(&Program::FillFile("/workspace/large".to_owned())).await;
+    assert_eq!(exit.code, 1, "{exit:?}");
+    assert!(exit.disk_full, "{exit:?}");
+    fixture.end().await;
+}
+
+pub(super) async fn cpu_limit_slows_the_program(subject: &dyn Subject) {
+    let fixture = Fixture::with_limits(subject, Limits { cpus: CpuMillis(200), ..small_limits() }).await;
+    let exec_id = fixture.start(&Program::Burn(300)).await;
+    subject.elapse(Duration::from_secs(10)).await;
+    let record = fixture.wait(&exec_id).await;
+    let exit = record.exit.expect("it has ended");
+    assert_eq!(exit.code, 0, "{exit:?}");
+    let elapsed_ms = exit.exited_unix_ms - record.started_unix_ms;
+    // 300 ms of a fifth of a processor are 1,500 ms; the first period of 100 ms may be free, and so may part of the last.
+    assert!(elapsed_ms >= 1_000, "300 ms of work at 0.2 processors took {elapsed_ms} ms");
+    fixture.end().await;
+}
+
+pub(super) async fn network_is_refused_at_once(subject: &dyn Subject) {
+    let fixture = Fixture::new(subject).await;
+    let started = Instant::now();
+    let (exit, output) = fixture.run(&Program::Connect).await;
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(exit.code, 1, "{message}");
+    assert!(message.contains("unreachable"), "{message}");
+    assert!(started.elapsed() < Duration::from_secs(5), "the refusal took {:?}", started.elapsed());
+    fixture.end().await;
+}

@@ -1,0 +1,409 @@
+//! Making one sandbox: everything on the host's side up to the shim's one line, and the way back.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cloister_guest::shim::config::{CgroupConfig, DiskConfig, RootConfig, ShimConfig, ShimReport};
+use cloister_types::IsolationFact;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::net::unix::pipe;
+use tokio::sync::OwnedMutexGuard;
+
+use super::sandbox::NamespaceSandbox;
+use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
+use crate::backend::{Created, SandboxError, SandboxSpec, StepTiming};
+use crate::cgroup::{GroupLimits, JoinFiles};
+use crate::disk::DiskError;
+use crate::id_range::{IdRangeError, ensure_session_dir};
+use crate::intent::{INTENT_FILE, Intent, SESSION_FILE, SessionRecord, read_record, write_record};
+use crate::layout;
+
+/// How long a shim may take to build its sandbox. It needs milliseconds; a machine that is busy with fifty at once,
+/// some seconds.
+const REPORT_DEADLINE: Duration = Duration::from_secs(30);
+/// Most bytes of a shim's line.
+const REPORT_MAX_BYTES: u64 = 256 * 1024;
+/// Most characters of a shim's own messages that go into an error.
+const LOG_TAIL_CHARS: usize = 400;
+
+impl NamespaceBackend {
+    pub(super) async fn create_sandbox(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
+        check_spec(spec)?;
+        let guard = self.inner.session_lock(&spec.session_id).lock_owned().await;
+        if let Some(created) = self.running_instead(spec).await? {
+            return Ok(created);
+        }
+        let mut steps = Steps::new();
+        let inner = Arc::clone(&self.inner);
+        let wanted = spec.clone();
+        let prepared = blocking("prepare sandbox", move || prepare(&inner, &wanted, guard)).await?;
+        let Prepared { undo, timings, stdout, log } = prepared;
+        steps.timings = timings;
+        steps.restart();
+        match wait_for_report(stdout, &log).await {
+            Ok((facts, timings)) => {
+                steps.done("shim");
+                steps.timings.extend(timings);
+                let intent = undo.keep();
+                let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent));
+                self.inner.keep(&sandbox);
+                Ok(Created { sandbox, facts, timings: steps.timings })
+            }
+            Err(error) => {
+                undo.run().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns the sandbox that runs already, when it is the one that is asked for. What is dead is taken down.
+    async fn running_instead(&self, spec: &SandboxSpec) -> Result<Option<Created>, SandboxError> {
+        let running = match self.inner.sandbox_of(&spec.session_id) {
+            Some(sandbox) => Some(sandbox),
+            // A new session has nothing to look for; one with a directory may have what nobody adopted yet.
+            None if self.inner.paths().session_dir(&spec.session_id).exists() => {
+                self.find_unadopted(&spec.session_id).await?
+            }
+            None => None,
+        };
+        let Some(sandbox) = running else { return Ok(None) };
+        if !sandbox.is_alive() {
+            sandbox.release().await?;
+            return Ok(None);
+        }
+        if sandbox.is_for(spec) {
+            return sandbox.created().await.map(Some);
+        }
+        Err(SandboxError::Conflict(format!("session `{}`", spec.session_id)))
+    }
+}
+
+fn check_spec(spec: &SandboxSpec) -> Result<(), SandboxError> {
+    if spec.image != "host" {
+        let image: String = spec.image.chars().take(64).collect();
+        return Err(SandboxError::Invalid(format!("image `{image}` is not known: this version has `host`")));
+    }
+    let is_hostname = (1..=63).contains(&spec.hostname.len())
+        && spec.hostname.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+    if !is_hostname {
+        return Err(SandboxError::Invalid("the hostname is not 1 to 63 of `A-Z a-z 0-9 -`".to_owned()));
+    }
+    spec.limits.validate().map(drop).map_err(|error| SandboxError::Invalid(error.to_string()))
+}
+
+/// Measures steps one after the other.
+struct Steps {
+    since: Instant,
+    timings: Vec<StepTiming>,
+}
+
+impl Steps {
+    fn new() -> Self {
+        Self { since: Instant::now(), timings: Vec::new() }
+    }
+
+    fn restart(&mut self) {
+        self.since = Instant::now();
+    }
+
+    fn done(&mut self, step: &str) {
+        self.timings.push(StepTiming { step: step.to_owned(), elapsed: self.since.elapsed() });
+        self.restart();
+    }
+}
+
+/// What is taken so far, and how to give it back. Dropping it unfinished (the caller went away) takes everything down on
+/// a thread of its own, which keeps the session locked meanwhile.
+struct Undo {
+    armed: Option<Taken>,
+}
+
+struct Taken {
+    inner: Arc<Inner>,
+    intent: Intent,
+    /// The session has nothing but what this call made.
+    is_new_session: bool,
+    _guard: OwnedMutexGuard<()>,
+}
+
+impl Taken {
+    fn take_down(&self) {
+        let paths = self.inner.paths();
+        // A shim in the middle of its work would go on taking what is given back here.
+        children::kill(&self.intent.sandbox_id);
+        if let Err(error) = reap::reap(paths, &self.intent, &self.inner.boot_id, true) {
+            tracing::warn!(sandbox_id = %self.intent.sandbox_id, error = %chain(&error), "undo of a create is not complete");
+            return;
+        }
+        if self.is_new_session
+            && let Err(error) = layout::remove_dir(&paths.session_dir(&self.intent.session_id))
+        {
+            tracing::warn!(session_id = %self.intent.session_id, %error, "a session that never was is still here");
+        }
+    }
+}
+
+impl Undo {
+    /// Ends the guard's duty: the sandbox runs.
+    fn keep(mut self) -> Intent {
+        self.armed.take().expect("an undo is kept or run once").intent
+    }
+
+    async fn run(mut self) {
+        if let Some(taken) = self.armed.take() {
+            // A failure is logged inside, and the intent stays on disk for the next one.
+            let _ = tokio::task::spawn_blocking(move || taken.take_down()).await;
+        }
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        if let Some(taken) = self.armed.take() {
+            let thread = std::thread::Builder::new().name("cloister-undo".to_owned());
+            if let Err(error) = thread.spawn(move || taken.take_down()) {
+                // The intent is on disk: the next adoption reaps it.
+                tracing::warn!(%error, "no thread to undo a create with");
+            }
+        }
+    }
+}
+
+struct Prepared {
+    undo: Undo,
+    timings: Vec<StepTiming>,
+    /// Where the shim's line comes from.
+    stdout: ChildStdout,
+    /// Where it writes everything else.
+    log: PathBuf,
+}
+
+/// Takes what a sandbox needs, after writing down what that is. On an error everything is given back.
+fn prepare(
+    inner: &Arc<Inner>,
+    spec: &SandboxSpec,
+    guard: OwnedMutexGuard<()>,
+) -> Result<Prepared, SandboxError> {
+    let mut steps = Steps::new();
+    let paths = inner.paths();
+    let cgroups = inner
+        .cgroups
+        .as_ref()
+        .map_err(|reason| SandboxError::failed("find control groups", reason.clone()))?;
+    let session_dir = paths.session_dir(&spec.session_id);
+    let disk = inner.disk.plan(&session_dir, spec.limits.disk).map_err(disk_error)?;
+    let is_new_session = ensure_session_dir(&session_dir)
+        .map_err(|error| SandboxError::failed("make the session's directory", error))?;
+    let ids = record_session(inner, spec);
+    let ids = match ids {
+        Ok(ids) => ids,
+        Err(error) => {
+            if is_new_session {
+                // Nothing else is in it.
+                let _ = layout::remove_dir(&session_dir);
+            }
+            return Err(error);
+        }
+    };
+    let intent = Intent {
+        session_id: spec.session_id.clone(),
+        sandbox_id: spec.sandbox_id.clone(),
+        boot_id: inner.boot_id.clone(),
+        image: spec.image.clone(),
+        limits: spec.limits,
+        hostname: spec.hostname.clone(),
+        ids,
+        groups: cgroups.plan(&inner.instance, spec.sandbox_id.as_str()),
+        socket: paths.shim_socket(&spec.sandbox_id),
+        disk,
+        guest: inner.guest.clone(),
+        created_unix_ms: unix_ms(),
+    };
+    let taken = Taken { inner: Arc::clone(inner), intent: intent.clone(), is_new_session, _guard: guard };
+    let result = take(inner, &intent, cgroups.as_ref(), &mut steps);
+    match result {
+        Ok((stdout, log)) => {
+            Ok(Prepared { undo: Undo { armed: Some(taken) }, timings: steps.timings, stdout, log })
+        }
+        Err(error) => {
+            taken.take_down();
+            Err(error)
+        }
+    }
+}
+
+/// Writes the session's record, or checks the one that is there, and returns its range of ids.
+fn record_session(inner: &Inner, spec: &SandboxSpec) -> Result<crate::id_range::IdRange, SandboxError> {
+    let file = inner.paths().session_dir(&spec.session_id).join(SESSION_FILE);
+    let failed = |error| SandboxError::failed("record the session", error);
+    let kept: Option<SessionRecord> = read_record(&file).map_err(failed)?;
+    if let Some(mut kept) = kept {
+        if kept.limits != spec.limits {
+            kept.limits = spec.limits;
+            write_record(&file, &kept, true).map_err(failed)?;
+        }
+        return Ok(kept.ids);
+    }
+    inner
+        .ids
+        .ensure(&spec.session_id, |ids| {
+            let record = SessionRecord {
+                session_id: spec.session_id.clone(),
+                ids,
+                limits: spec.limits,
+                highest_epoch: 0,
+            };
+            // The layer outlives a reboot, and its files belong to this range.
+            write_record(&file, &record, true)
+        })
+        .map_err(|error| match error {
+            IdRangeError::Exhausted => SandboxError::Exhausted("ranges of user ids".to_owned()),
+            error => SandboxError::failed("give the session its user ids", error),
+        })
+}
+
+fn take(
+    inner: &Inner,
+    intent: &Intent,
+    cgroups: &dyn crate::cgroup::CgroupDriver,
+    steps: &mut Steps,
+) -> Result<(ChildStdout, PathBuf), SandboxError> {
+    let paths = inner.paths();
+    let directory = paths.sandbox_dir(&intent.sandbox_id);
+    layout::ensure_private_dir(&directory)
+        .map_err(|error| SandboxError::failed("make the sandbox's directory", error))?;
+    write_record(&directory.join(INTENT_FILE), intent, false)
+        .map_err(|error| SandboxError::failed("write the intent", error))?;
+    steps.done("intent");
+    let files = cgroups
+        .create(&intent.groups, &GroupLimits::from(&intent.limits))
+        .map_err(|error| SandboxError::failed("make control groups", error))?;
+    steps.done("cgroups");
+    inner.disk.ensure_layer(&intent.disk, intent.limits.disk, intent.ids.base).map_err(disk_error)?;
+    let execs = paths.execs_dir(&intent.session_id);
+    layout::ensure_private_dir(&execs)
+        .map_err(|error| SandboxError::failed("make the directory of execs", error))?;
+    steps.done("layer");
+    let config = shim_config(inner, intent, files);
+    write_record(&directory.join("shim.json"), &config, false)
+        .map_err(|error| SandboxError::failed("write the shim's configuration", error))?;
+    let log = directory.join("shim.log");
+    let stdout = spawn(inner, intent, &directory, &log)
+        .map_err(|error| SandboxError::failed("start the shim", error))?;
+    steps.done("spawn");
+    Ok((stdout, log))
+}
+
+fn disk_error(error: DiskError) -> SandboxError {
+    let is_full = |source: &io::Error| source.kind() == io::ErrorKind::StorageFull;
+    match &error {
+        DiskError::CannotShrink { .. } => SandboxError::Invalid(error.to_string()),
+        DiskError::Io { source, .. } if is_full(source) => SandboxError::Exhausted("disk space".to_owned()),
+        _ => SandboxError::failed("make the layer", error),
+    }
+}
+
+fn shim_config(inner: &Inner, intent: &Intent, files: JoinFiles) -> ShimConfig {
+    let paths = inner.paths();
+    ShimConfig {
+        sandbox_id: intent.sandbox_id.to_string(),
+        hostname: intent.hostname.clone(),
+        sandbox_dir: paths.sandbox_dir(&intent.sandbox_id),
+        exec_dir: paths.execs_dir(&intent.session_id),
+        socket: intent.socket.clone(),
+        id_base: intent.ids.base,
+        id_count: intent.ids.count,
+        cgroup: CgroupConfig {
+            agent_join: files.agent,
+            work_join: files.work,
+            oom_file: Some(files.oom_file),
+            pids_file: Some(files.pids_file),
+        },
+        netns: None,
+        disk: match &intent.disk {
+            DiskConfig::Loop { image } => DiskConfig::Loop { image: image.clone() },
+            DiskConfig::Directory { path } => DiskConfig::Directory { path: path.clone() },
+            DiskConfig::Tmpfs { bytes } => DiskConfig::Tmpfs { bytes: *bytes },
+        },
+        root: RootConfig::Host,
+        env: inner.config.env.clone(),
+        cwd: inner.config.cwd.clone(),
+        spool_max_bytes: inner.config.spool_max_bytes,
+        execs_max: inner.config.execs_max,
+        defences_off: inner.config.defences_off.clone(),
+    }
+}
+
+/// Starts the shim. Without `pre_exec` and the like the standard library uses posix_spawn, whose cost does not grow with
+/// this process's memory.
+fn spawn(inner: &Inner, intent: &Intent, directory: &Path, log: &Path) -> io::Result<ChildStdout> {
+    let log = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(log)?;
+    let mut child = Command::new(&inner.guest)
+        .args(["shim", "--config"])
+        .arg(directory.join("shim.json"))
+        .current_dir("/")
+        .env_clear()
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log)
+        .spawn()?;
+    let stdout = child.stdout.take().expect("standard output is piped");
+    children::keep(&intent.sandbox_id, child);
+    Ok(stdout)
+}
+
+/// Waits for the shim's line; on an error the caller undoes what there is.
+async fn wait_for_report(
+    stdout: ChildStdout,
+    log: &Path,
+) -> Result<(Vec<IsolationFact>, Vec<StepTiming>), SandboxError> {
+    match tokio::time::timeout(REPORT_DEADLINE, read_report(stdout)).await {
+        Ok(Ok(Some(ShimReport::Ready { facts, timings }))) => {
+            let facts = facts.into_iter().map(|(name, value)| IsolationFact { name, value }).collect();
+            let timings = timings
+                .into_iter()
+                .map(|(step, micros)| StepTiming { step, elapsed: Duration::from_micros(micros) })
+                .collect();
+            Ok((facts, timings))
+        }
+        Ok(Ok(Some(ShimReport::Failed { step, message }))) => {
+            Err(SandboxError::failed(format!("sandbox step `{step}`"), message))
+        }
+        Ok(Ok(None)) => {
+            let message = format!("the shim ended without a word{}", tail(log));
+            Err(SandboxError::failed("start the sandbox", message))
+        }
+        Ok(Err(error)) => Err(SandboxError::failed("read the shim's line", error)),
+        Err(_) => {
+            let seconds = REPORT_DEADLINE.as_secs();
+            let message = format!("the shim said nothing within {seconds} s{}", tail(log));
+            Err(SandboxError::failed("start the sandbox", message))
+        }
+    }
+}
+
+async fn read_report(stdout: ChildStdout) -> io::Result<Option<ShimReport>> {
+    let stdout = pipe::Receiver::from_owned_fd(OwnedFd::from(stdout))?;
+    let mut line = String::new();
+    let count = BufReader::new(stdout.take(REPORT_MAX_BYTES)).read_line(&mut line).await?;
+    if count == 0 {
+        return Ok(None);
+    }
+    serde_json::from_str(&line).map(Some).map_err(io::Error::from)
+}
+
+/// Returns the end of what a shim wrote to its log, ready to be put behind a message.
+fn tail(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let text = text.trim();
+    let skip = text.chars().count().saturating_sub(LOG_TAIL_CHARS);
+    let end: String = text.chars().skip(skip).collect();
+    if end.is_empty() { String::new() } else { format!(": {end}") }
+}

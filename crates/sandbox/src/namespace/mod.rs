@@ -1,0 +1,280 @@
+//! The `namespace` backend: the host's own kernel behind namespaces, seccomp, Landlock and control groups.
+//!
+//! ```text
+//!  create:  intent ─► cgroups ─► layer ─► shim (posix_spawn) ─► its one line ─► serving
+//!                                          │ anything fails or the caller goes away
+//!                                          ▼
+//!                                         undo: the same code that reaps after a crash
+//!
+//!  end:     stop | pid 1 dies | shim dies ─► kill what is in the groups ─► groups removed ─► layer detached
+//!                                            ─► exec records sealed ─► sandbox directory removed ─► Gone
+//! ```
+//!
+//! The kernel and the data directory hold all state: the map of sandboxes here is a cache of handles that
+//! [`adopt`](crate::Backend::adopt) fills again after a restart. What must hold:
+//!
+//! - Per session one thing happens at a time (an async lock per session id); sessions do not wait for each other.
+//! - Every step that takes something comes after the intent that names it; every step of taking down succeeds when there
+//!   is nothing to take down. So a crash anywhere is repaired by running [`reap`] again.
+//! - Processes are killed only while they are members of this sandbox's control groups, or when their command line is
+//!   this sandbox's shim.
+
+mod children;
+mod create;
+mod lifecycle;
+mod probe;
+mod reap;
+mod sandbox;
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use cloister_guest::shim::config::Defence;
+use cloister_guest::spool::{self, EndedReader};
+use cloister_types::exec::ExecRecord;
+use cloister_types::{BackendKind, Capability, ExecId, SessionId};
+
+use crate::backend::{Backend, Created, Gone, HostPaths, OutputReader, Sandbox, SandboxError, SandboxSpec};
+use crate::cgroup::{self, CgroupDriver};
+use crate::disk::DiskDriver;
+use crate::guest_binary;
+use crate::id_range::IdRangeAllocator;
+use crate::intent;
+use sandbox::{NamespaceSandbox, SpoolOutput};
+
+/// How a host wants its namespace sandboxes.
+#[derive(Debug, Clone)]
+pub struct NamespaceConfig {
+    /// Where things are kept.
+    pub paths: HostPaths,
+    /// Most bytes of output kept for each exec.
+    pub spool_max_bytes: u64,
+    /// Most execs kept for each sandbox.
+    pub execs_max: u32,
+    /// Whether a layer may be in memory where nothing else can be limited; it then ends with its sandbox.
+    pub allow_tmpfs: bool,
+    /// Environment of every exec.
+    pub env: BTreeMap<String, String>,
+    /// Directory of an exec that names none.
+    pub cwd: String,
+    /// Defences left off, for the controls of hostile tests; refused by a guest built without debug assertions.
+    pub defences_off: Vec<Defence>,
+}
+
+impl NamespaceConfig {
+    /// Returns what a host has that says nothing else.
+    pub fn new(paths: HostPaths) -> Self {
+        let env = [
+            ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+            ("HOME", "/root"),
+            ("LANG", "C.UTF-8"),
+        ];
+        Self {
+            paths,
+            spool_max_bytes: 16 * 1024 * 1024,
+            execs_max: 1024,
+            allow_tmpfs: false,
+            env: env.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+            cwd: "/workspace".to_owned(),
+            defences_off: Vec::new(),
+        }
+    }
+}
+
+/// Sandboxes of one data directory.
+#[derive(Clone)]
+pub struct NamespaceBackend {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    config: NamespaceConfig,
+    guest: PathBuf,
+    instance: String,
+    boot_id: String,
+    /// The reason why there is none goes to the probe and to every refused create.
+    cgroups: Result<Box<dyn CgroupDriver>, String>,
+    disk: DiskDriver,
+    ids: IdRangeAllocator,
+    sandboxes: Mutex<HashMap<SessionId, Arc<NamespaceSandbox>>>,
+    locks: Mutex<HashMap<SessionId, Weak<tokio::sync::Mutex<()>>>>,
+}
+
+impl NamespaceBackend {
+    /// Opens a data directory: makes what is missing, installs the guest binary, finds out what the machine has. It
+    /// reads files and starts `mkfs.ext4 -V`, so that it belongs on a thread that may block.
+    ///
+    /// # Errors
+    ///
+    /// When the directories cannot be made or written. What a sandbox needs and the machine lacks is no error here
+    /// but in [`probe`](Backend::probe) and [`create`](Backend::create).
+    pub fn open(config: NamespaceConfig) -> Result<Self, SandboxError> {
+        let paths = &config.paths;
+        paths.ensure().map_err(|error| SandboxError::failed("make the host's directories", error))?;
+        let guest = guest_binary::install(&paths.data_dir)
+            .map_err(|error| SandboxError::failed("install the guest binary", error))?;
+        let instance =
+            paths.instance().map_err(|error| SandboxError::failed("find the data directory", error))?;
+        let boot_id = intent::boot_id().map_err(|error| SandboxError::failed("read the boot id", error))?;
+        let cgroups = cgroup::detect().map_err(|error| chain(&error));
+        let inner = Inner {
+            guest,
+            instance,
+            boot_id,
+            cgroups,
+            disk: DiskDriver::detect(&paths.data_dir, config.allow_tmpfs),
+            ids: IdRangeAllocator::new(paths.clone()),
+            sandboxes: Mutex::default(),
+            locks: Mutex::default(),
+            config,
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+}
+
+impl Inner {
+    fn paths(&self) -> &HostPaths {
+        &self.config.paths
+    }
+
+    /// Returns the lock under which a session's sandbox is made and removed.
+    fn session_lock(&self, session_id: &SessionId) -> Arc<tokio::sync::Mutex<()>> {
+        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lock) = locks.get(session_id).and_then(Weak::upgrade) {
+            return lock;
+        }
+        locks.retain(|_, lock| lock.strong_count() > 0);
+        let lock = Arc::new(tokio::sync::Mutex::new(()));
+        locks.insert(session_id.clone(), Arc::downgrade(&lock));
+        lock
+    }
+
+    fn sandbox_of(&self, session_id: &SessionId) -> Option<Arc<NamespaceSandbox>> {
+        self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner).get(session_id).cloned()
+    }
+
+    fn keep(&self, sandbox: &Arc<NamespaceSandbox>) {
+        let mut sandboxes = self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
+        sandboxes.insert(sandbox.spec().session_id.clone(), Arc::clone(sandbox));
+    }
+
+    /// Drops the handle of a sandbox that has ended, unless the session has another one by now.
+    fn forget(&self, spec: &SandboxSpec) {
+        let mut sandboxes = self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
+        if sandboxes.get(&spec.session_id).is_some_and(|kept| kept.spec().sandbox_id == spec.sandbox_id) {
+            sandboxes.remove(&spec.session_id);
+        }
+    }
+}
+
+#[async_trait]
+impl Backend for NamespaceBackend {
+    fn kind(&self) -> BackendKind {
+        BackendKind::Namespace
+    }
+
+    async fn probe(&self) -> Vec<Capability> {
+        probe::probe(self).await
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
+        self.create_sandbox(spec).await
+    }
+
+    async fn adopt(&self) -> Result<(Vec<Arc<dyn Sandbox>>, Vec<Gone>), SandboxError> {
+        let (sandboxes, gone) = self.adopt_all().await?;
+        Ok((sandboxes.into_iter().map(|sandbox| sandbox as Arc<dyn Sandbox>).collect(), gone))
+    }
+
+    async fn remove(&self, session_id: &SessionId) -> Result<(), SandboxError> {
+        self.remove_session(session_id).await
+    }
+
+    async fn sessions(&self) -> Result<Vec<(SessionId, Option<Arc<dyn Sandbox>>)>, SandboxError> {
+        let directory = self.inner.paths().sessions_dir();
+        let ids: Vec<SessionId> = blocking("list sessions", move || {
+            crate::layout::ids_in(&directory).map_err(|error| SandboxError::failed("list sessions", error))
+        })
+        .await?;
+        let entry = |id: SessionId| {
+            let sandbox = self.inner.sandbox_of(&id).filter(|sandbox| !sandbox.is_released());
+            (id, sandbox.map(|sandbox| sandbox as Arc<dyn Sandbox>))
+        };
+        Ok(ids.into_iter().map(entry).collect())
+    }
+
+    async fn ended_execs(&self, session_id: &SessionId) -> Result<Vec<ExecRecord>, SandboxError> {
+        self.require_session(session_id).await?;
+        let directory = self.inner.paths().execs_dir(session_id);
+        blocking("list execs", move || {
+            spool::read_records(&directory).map_err(|error| SandboxError::failed("list execs", error))
+        })
+        .await
+    }
+
+    async fn ended_output(
+        &self,
+        session_id: &SessionId,
+        exec_id: &ExecId,
+        from_offset: u64,
+    ) -> Result<Box<dyn OutputReader>, SandboxError> {
+        self.require_session(session_id).await?;
+        let directory = self.inner.paths().exec_dir(session_id, exec_id);
+        Ok(Box::new(open_output(directory, exec_id, from_offset).await?))
+    }
+}
+
+/// Opens the kept output of an exec that no shim serves.
+async fn open_output(
+    directory: PathBuf,
+    exec_id: &ExecId,
+    from_offset: u64,
+) -> Result<SpoolOutput, SandboxError> {
+    let exec = exec_id.clone();
+    let reader = blocking("open output", move || {
+        let record = read_exec(&directory, &exec)?;
+        Ok(EndedReader::new(&directory, from_offset, record.exit))
+    })
+    .await?;
+    Ok(SpoolOutput::new(reader))
+}
+
+/// Reads the record of one exec from its directory.
+fn read_exec(directory: &std::path::Path, exec_id: &ExecId) -> Result<ExecRecord, SandboxError> {
+    spool::read_record(directory).map_err(|error| match error {
+        spool::RecordError::NotFound(_) => SandboxError::NotFound(format!("exec `{exec_id}`")),
+        error => SandboxError::failed("read exec", error),
+    })
+}
+
+/// Runs work that blocks on a thread for such.
+async fn blocking<T: Send + 'static>(
+    operation: &'static str,
+    work: impl FnOnce() -> Result<T, SandboxError> + Send + 'static,
+) -> Result<T, SandboxError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        // The runtime shuts down, or the work panicked.
+        Err(error) => Err(SandboxError::failed(operation, error)),
+    }
+}
+
+/// Returns an error with everything that caused it, on one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+fn unix_ms() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or(Duration::ZERO);
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,185 @@
+//! Proves that each backend does what `docs/reference/backends.md` says: every case on every backend.
+#![cfg(debug_assertions)]
+#![expect(clippy::print_stdout, reason = "a skipped test says so")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use cloister_sandbox::conformance::{CASES, Program, Subject, clean_up, real_argv, sim_argv};
+use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
+use cloister_sandbox::sim::{SimBackend, SimMachine};
+use cloister_sandbox::{Backend, HostPaths};
+
+const SPOOL_MAX_BYTES: u64 = 2 * 1024 * 1024;
+
+struct SimSubject(SimMachine);
+
+#[async_trait]
+impl Subject for SimSubject {
+    fn backend(&self) -> Arc<dyn Backend> {
+        Arc::new(SimBackend::new(self.0.clone()))
+    }
+
+    fn second_backend(&self) -> Arc<dyn Backend> {
+        self.backend()
+    }
+
+    fn argv(&self, program: &Program) -> Vec<String> {
+        sim_argv(program)
+    }
+
+    async fn elapse(&self, time: Duration) {
+        self.0.advance(time);
+    }
+
+    fn spool_max_bytes(&self) -> u64 {
+        SPOOL_MAX_BYTES
+    }
+}
+
+struct NamespaceSubject {
+    backend: NamespaceBackend,
+    config: NamespaceConfig,
+    _directory: tempfile::TempDir,
+}
+
+impl NamespaceSubject {
+    /// Returns a host of its own in a temporary directory; `None`, after saying so, where there can be none.
+    fn new() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            println!("SKIP: the namespace backend needs root");
+            return None;
+        }
+        let directory = tempfile::tempdir().expect("make a temporary directory");
+        let paths =
+            HostPaths { data_dir: directory.path().join("data"), run_dir: directory.path().join("run") };
+        let mut config = NamespaceConfig::new(paths);
+        config.spool_max_bytes = SPOOL_MAX_BYTES;
+        let backend = NamespaceBackend::open(config.clone()).expect("open the backend");
+        Some(Self { backend, config, _directory: directory })
+    }
+}
+
+impl Drop for NamespaceSubject {
+    fn drop(&mut self) {
+        clean_up(&self.config.paths);
+    }
+}
+
+#[async_trait]
+impl Subject for NamespaceSubject {
+    fn backend(&self) -> Arc<dyn Backend> {
+        Arc::new(self.backend.clone())
+    }
+
+    fn second_backend(&self) -> Arc<dyn Backend> {
+        Arc::new(NamespaceBackend::open(self.config.clone()).expect("open a second backend"))
+    }
+
+    fn argv(&self, program: &Program) -> Vec<String> {
+        real_argv(program)
+    }
+
+    async fn elapse(&self, _time: Duration) {}
+
+    fn spool_max_bytes(&self) -> u64 {
+        SPOOL_MAX_BYTES
+    }
+}
+
+async fn on_sim(name: &str) {
+    let machine = SimMachine::new();
+    machine.set_spool_max_bytes(SPOOL_MAX_BYTES);
+    run(name, &SimSubject(machine)).await;
+}
+
+async fn on_namespace(name: &str) {
+    if let Some(subject) = NamespaceSubject::new() {
+        run(name, &subject).await;
+    }
+}
+
+async fn run(name: &str, subject: &dyn Subject) {
+    let case = CASES.iter().find(|case| case.name == name).expect("the case is in the list");
+    (case.run)(subject).await;
+}
+
+macro_rules! cases {
+    ($($name:ident,)*) => {
+        mod sim {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::on_sim(stringify!($name)).await;
+            })*
+        }
+
+        mod namespace {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::on_namespace(stringify!($name)).await;
+            })*
+        }
+
+        #[test]
+        fn every_case_is_run() {
+            let listed: Vec<&str> = CASES.iter().map(|case| case.name).collect();
+            assert_eq!(listed, [$(stringify!($name),)*]);
+        }
+    };
+}
+
+cases! {
+    create_reports_facts_and_timings,
+    create_is_idempotent_for_an_equal_spec,
+    create_with_another_spec_conflicts,
+    unknown_image_and_wrong_limits_are_refused,
+    stop_keeps_the_layer_for_the_next_sandbox,
+    stop_of_a_stopped_sandbox_succeeds,
+    requests_to_a_stopped_sandbox_say_so,
+    two_sessions_live_side_by_side,
+    a_second_backend_adopts_a_running_sandbox,
+    a_second_backend_reports_nothing_after_a_stop,
+    remove_works_from_every_state,
+    ended_execs_and_output_are_kept_after_a_stop,
+    exit_codes_arrive,
+    a_signal_is_reported_as_one,
+    a_program_that_is_missing_is_not_started,
+    a_spec_that_cannot_run_is_refused,
+    environment_directory_and_user_are_set,
+    start_is_idempotent_by_request_id,
+    start_with_another_payload_conflicts,
+    execs_are_listed_oldest_first,
+    wait_returns_a_running_exec_at_its_deadline,
+    signals_reach_the_program,
+    a_number_that_is_no_signal_is_refused,
+    what_is_not_there_is_not_found,
+    timeout_ends_the_exec_and_keeps_its_output,
+    silence_timeout_ends_only_a_silent_exec,
+    stdout_and_stderr_are_kept_apart,
+    standard_input_arrives_whole_and_once,
+    standard_input_with_a_hole_is_refused,
+    another_handle_reads_on_from_an_offset,
+    a_reader_that_does_not_follow_ends_at_the_newest_byte,
+    every_stream_ends_with_the_exit,
+    large_output_arrives_equal,
+    an_attached_reader_loses_nothing_beyond_the_spool,
+    without_a_reader_the_oldest_output_is_a_gap,
+    a_lost_sandbox_ends_streams_with_an_exit,
+    memory_limit_is_reported_by_name,
+    the_sandbox_survives_the_work_running_out_of_memory,
+    process_limit_is_reported_by_name,
+    full_disk_is_reported_by_name,
+    cpu_limit_slows_the_program,
+    network_is_refused_at_once,
+}
+
+#[test]
+fn the_matrix_in_the_docs_names_every_case() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/backends.md");
+    let text = std::fs::read_to_string(path).expect("read docs/reference/backends.md");
+    let rows: Vec<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    let cases: Vec<&str> = CASES.iter().map(|case| case.name).collect();
+    assert_eq!(rows, cases);
+}

@@ -1,0 +1,39 @@
+# Short names for what developers do. `just` comes with the pinned tools: `. scripts/tools.sh && ensure_tools`.
+
+# List the recipes.
+default:
+    @just --list --unsorted
+
+# Build, start and show the scene.
+run *arguments:
+    ./run {{arguments}}
+
+# Every check there is.
+test *arguments:
+    ./test {{arguments}}
+
+# Write every generated file: API code, reference pages.
+gen:
+    cargo xtask gen
+
+# The rules of the tree that no compiler knows.
+tidy:
+    cargo xtask tidy
+
+# Format, lint with warnings as errors, and the tidy rules: the quick part of `just test`.
+check:
+    cargo fmt --all --check
+    cargo clippy --quiet --workspace --all-targets -- -D warnings
+    cargo xtask tidy
+
+# Measure a running Cloister beside bubblewrap and crun or runc; `--write` puts the table into bench/results.md.
+bench *arguments:
+    cargo run --quiet --release --package cloister-bench -- {{arguments}}
+
+# Licences, banned crates and sources of every dependency.
+deny:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    . scripts/tools.sh
+    ensure_tools
+    cargo-deny --log-level error check --hide-inclusion-graph licenses bans sources
