@@ -26,10 +26,10 @@ pub(crate) struct GlobalArgs {
     #[arg(long, global = true)]
     pub(crate) json: bool,
     /// Context to use instead of the current one
-    #[arg(long, global = true, env = context::CONTEXT_ENV, value_name = "NAME")]
+    #[arg(long, global = true, env = context::CONTEXT_ENV, hide_env_values = true, value_name = "NAME")]
     pub(crate) context: Option<String>,
     /// Coordinator to speak to, for example `http://127.0.0.1:8080`
-    #[arg(long, global = true, env = context::ENDPOINT_ENV, value_name = "URL")]
+    #[arg(long, global = true, env = context::ENDPOINT_ENV, hide_env_values = true, value_name = "URL")]
     pub(crate) endpoint: Option<String>,
     /// Become this account before anything else
     #[arg(long, global = true, hide = true, value_name = "UID:GID")]

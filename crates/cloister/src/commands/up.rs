@@ -35,10 +35,10 @@ pub(crate) struct UpArgs {
     #[command(flatten)]
     layout: LayoutArgs,
     /// Address and port of the API; port 0 takes a free one
-    #[arg(long, value_name = "ADDRESS:PORT", env = "CLOISTER_LISTEN", default_value = "127.0.0.1:8080")]
+    #[arg(long, value_name = "ADDRESS:PORT", env = "CLOISTER_LISTEN", hide_env_values = true, default_value = "127.0.0.1:8080")]
     listen: SocketAddr,
     /// Backend of sandboxes: `auto`, `namespace` or `sim`
-    #[arg(long, value_name = "BACKEND", env = "CLOISTER_SANDBOX_BACKEND", default_value = "auto")]
+    #[arg(long, value_name = "BACKEND", env = "CLOISTER_SANDBOX_BACKEND", hide_env_values = true, default_value = "auto")]
     backend: String,
     /// Return when everything is ready; `cloister down` stops it
     #[arg(short, long)]
