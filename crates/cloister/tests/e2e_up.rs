@@ -74,6 +74,19 @@ fn a_coordinator_that_was_killed_comes_back_with_everything() {
 }
 
 #[test]
+fn a_database_that_was_killed_comes_back_and_nothing_acknowledged_is_lost() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    let session = up.ok(&["session", "create", "--name", "acknowledged"]);
+    up.kill_role("postgres");
+    assert_eq!(up.json(&["session", "get", "acknowledged"])["session"]["id"], session.as_str());
+    up.run(&["exec", "acknowledged", "--", "true"]).expect(0);
+    up.run(&["run", "--", "true"]).expect(0);
+}
+
+#[test]
 fn a_stream_that_is_cut_goes_on_where_it_was() {
     if !can_run() {
         return;
@@ -155,6 +168,53 @@ fn a_second_up_is_refused_and_a_taken_port_names_the_flag() {
         .expect(1)
         .says(&["--listen", &address]);
     let _ = std::fs::remove_dir_all("/tmp/clo-never");
+}
+
+#[test]
+fn a_context_is_written_privately_and_a_user_behind_sudo_that_is_not_there_is_named() {
+    if !can_run() {
+        return;
+    }
+    let mut up = Up::start();
+    assert_eq!(up.interrupt(), Some(0));
+    let home = up.path("home");
+    std::fs::create_dir(&home).unwrap();
+    let config = home.join(".config/cloister/config.toml");
+    let detached = up
+        .command(&["up", "--detach", "--listen", "127.0.0.1:0"])
+        .env_remove("CLOISTER_CONFIG")
+        .env("HOME", &home)
+        .env("SUDO_USER", "no-such-user")
+        .output()
+        .unwrap();
+    assert!(detached.status.success(), "{detached:?}\n{}", up.logs());
+    assert!(up.logs().contains("the context for user `no-such-user` was not written"), "{}", up.logs());
+    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&config).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    let listed = up.command(&["session", "list"]).env("CLOISTER_CONFIG", &config).output().unwrap();
+    assert!(listed.status.success(), "{listed:?}");
+}
+
+#[test]
+fn a_role_that_does_not_start_is_named_with_the_end_of_its_log() {
+    if !can_run() {
+        return;
+    }
+    let mut up = Up::start();
+    assert_eq!(up.interrupt(), Some(0));
+    // The coordinator remembers the host from before: that must not pass for a host agent that runs.
+    let output = up
+        .command(&["up", "--listen", "127.0.0.1:0"])
+        .env("CLOISTER_HOST_NAME", "Not A Name")
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    for text in ["the host does not start", "Not A Name", "hint:", "host.log"] {
+        assert!(stderr.contains(text), "`{text}` is not in: {stderr}");
+    }
+    assert_eq!(up.processes(), Vec::<String>::new());
+    up.run(&["up", "--backend", "docker"]).expect(2).says(&["docker", "`namespace`"]);
 }
 
 #[test]

@@ -32,7 +32,13 @@ pub(crate) struct DoctorArgs {
     #[command(flatten)]
     layout: LayoutArgs,
     /// Address and port that the API is to have
-    #[arg(long, value_name = "ADDRESS:PORT", env = "CLOISTER_LISTEN", hide_env_values = true, default_value = "127.0.0.1:8080")]
+    #[arg(
+        long,
+        value_name = "ADDRESS:PORT",
+        env = "CLOISTER_LISTEN",
+        hide_env_values = true,
+        default_value = "127.0.0.1:8080"
+    )]
     listen: SocketAddr,
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use cloister_service::telemetry::{self, LogFormat};
+use cloister_types::BackendKind;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::process::{Child, Command};
@@ -35,10 +36,22 @@ pub(crate) struct UpArgs {
     #[command(flatten)]
     layout: LayoutArgs,
     /// Address and port of the API; port 0 takes a free one
-    #[arg(long, value_name = "ADDRESS:PORT", env = "CLOISTER_LISTEN", hide_env_values = true, default_value = "127.0.0.1:8080")]
+    #[arg(
+        long,
+        value_name = "ADDRESS:PORT",
+        env = "CLOISTER_LISTEN",
+        hide_env_values = true,
+        default_value = "127.0.0.1:8080"
+    )]
     listen: SocketAddr,
     /// Backend of sandboxes: `auto`, `namespace` or `sim`
-    #[arg(long, value_name = "BACKEND", env = "CLOISTER_SANDBOX_BACKEND", hide_env_values = true, default_value = "auto")]
+    #[arg(
+        long,
+        value_name = "BACKEND", value_parser = parse_backend,
+        env = "CLOISTER_SANDBOX_BACKEND",
+        hide_env_values = true,
+        default_value = "auto"
+    )]
     backend: String,
     /// Return when everything is ready; `cloister down` stops it
     #[arg(short, long)]
@@ -131,6 +144,13 @@ async fn supervise(terminal: Terminal, options: UpOptions) -> Result<u8, CliErro
         })
         .await;
     watched.map(|()| 0)
+}
+
+fn parse_backend(text: &str) -> Result<String, String> {
+    if text != "auto" {
+        text.parse::<BackendKind>().map_err(|error| format!("{error}, `auto`"))?;
+    }
+    Ok(text.to_owned())
 }
 
 /// Says how long a step took.

@@ -29,10 +29,22 @@ const RUN_DIR_MAX_BYTES: usize = 72;
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LayoutArgs {
     /// Directory of everything that must survive
-    #[arg(long, value_name = "DIR", env = "CLOISTER_DATA_DIR", hide_env_values = true, default_value = "/var/lib/cloister")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "CLOISTER_DATA_DIR",
+        hide_env_values = true,
+        default_value = "/var/lib/cloister"
+    )]
     pub(crate) data_dir: PathBuf,
     /// Directory of sockets and of `up.json`
-    #[arg(long, value_name = "DIR", env = "CLOISTER_RUN_DIR", hide_env_values = true, default_value = "/run/cloister")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        env = "CLOISTER_RUN_DIR",
+        hide_env_values = true,
+        default_value = "/run/cloister"
+    )]
     pub(crate) run_dir: PathBuf,
 }
 

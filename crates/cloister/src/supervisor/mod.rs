@@ -28,7 +28,7 @@ use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
-use cloister_api::app::{ListHostsRequest, WhoAmIRequest};
+use cloister_api::app::{Host, ListHostsRequest, WhoAmIRequest};
 use cloister_coordinator::postgres::{PostgresConfig, PrivatePostgres};
 use cloister_service::{CancellationToken, OnCancel, OnError, TaskKind, TaskRegistry, error_chain};
 use tokio::sync::watch;
@@ -46,6 +46,8 @@ use crate::supervisor::record::{RoleRecord, UpLock, UpRecord, start_ticks};
 const READY_TIMEOUT: Duration = Duration::from_secs(90);
 /// Pause between looks at a role that is starting.
 const READY_PAUSE: Duration = Duration::from_millis(50);
+/// How often what `up.json` says is compared with what there is.
+const LOOK_PERIOD: Duration = Duration::from_secs(1);
 /// A role that died this often before it was ready will not start.
 const FAILED_STARTS: u32 = 3;
 /// How long the coordinator and the host agent may take to stop.
@@ -161,32 +163,44 @@ impl Supervisor {
         })
         .await?;
         say("starting the host agent, which tries each backend");
+        // A coordinator may still take a host for connected that was when an earlier one was killed.
+        let earlier = self.own_host().await?.map(|host| host.last_heartbeat_at);
         self.start_host()?;
         self.save(false)?;
-        let target = self.owner.clone();
         self.wait_ready(self.host.as_ref(), || async {
-            let client = Client::connect_once(&target).await?;
-            let answer = client
-                .api()
-                .hosts()
-                .list_hosts_with_options(ListHostsRequest::default(), client::quick())
-                .await;
-            let hosts = answer.map_err(|error| client.error(&error))?.into_owned().hosts;
-            if hosts.iter().any(|host| host.connected) {
-                Ok(())
-            } else {
-                Err(CliError::refused("the host agent has not connected", ""))
+            match self.own_host().await? {
+                Some(host) if host.connected && Some(&host.last_heartbeat_at) != earlier.as_ref() => Ok(()),
+                _ => Err(CliError::refused("the host agent has not connected", "")),
             }
         })
-        .await?;
-        Ok(())
+        .await
+    }
+
+    /// Returns the host of this machine as the coordinator knows it.
+    async fn own_host(&self) -> Result<Option<Host>, CliError> {
+        let file = self.options.layout.data_of("host").join("host.json");
+        // Not there before the first start of a host agent.
+        let Ok(bytes) = std::fs::read(file) else { return Ok(None) };
+        let file: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        let client = Client::connect_once(&self.owner).await?;
+        let hosts = client.api().hosts();
+        let answer = hosts.list_hosts_with_options(ListHostsRequest::default(), client::quick()).await;
+        let hosts = answer.map_err(|error| client.error(&error))?.into_owned().hosts;
+        Ok(hosts.into_iter().find(|host| file["host_id"] == host.id.as_str()))
     }
 
     /// Keeps `up.json` true until `stop` ends.
     pub(crate) async fn watch(&mut self, stop: impl Future<Output = ()>) -> Result<(), CliError> {
         tokio::pin!(stop);
+        // PostgreSQL is restarted by its own supervisor, which tells nobody: its pid file is looked at.
+        let mut look = tokio::time::interval(LOOK_PERIOD);
+        let mut saved = None;
         loop {
-            self.save(true)?;
+            let record = self.record(true);
+            if saved.as_ref() != Some(&record) {
+                record.save(&self.options.layout)?;
+                saved = Some(record);
+            }
             let (Some(coordinator), Some(host)) = (&mut self.coordinator, &mut self.host) else {
                 return Ok(());
             };
@@ -194,6 +208,7 @@ impl Supervisor {
                 () = &mut stop => return Ok(()),
                 _ = coordinator.state.changed() => {}
                 _ = host.state.changed() => {}
+                _ = look.tick() => {}
             }
         }
     }

@@ -312,14 +312,34 @@ impl Child<'_> {
     }
 }
 
-/// Gives every signal its default action: an ignored SIGINT or SIGPIPE would be inherited.
+/// The kernel's own form of a signal's action; all zero is the default one.
+#[repr(C)]
+struct KernelAction {
+    handler: usize,
+    flags: libc::c_ulong,
+    restorer: usize,
+    mask: u64,
+}
+
+/// Gives every signal its default action and blocks none: an ignored SIGINT or SIGPIPE would be inherited.
 unsafe fn reset_signals() {
-    // SAFETY: a zeroed action is the default one; numbers that cannot be changed are refused by the kernel.
+    // The C library refuses the two signals that it keeps for itself, which somebody may have ignored all the same.
+    let default = KernelAction { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
+    for signal in 1..SIGNALS_END {
+        // SAFETY: the structure is the one `rt_sigaction(2)` reads on 64-bit machines, the last argument the size of
+        // its mask; numbers that cannot be changed are refused by the kernel.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                &raw const default,
+                ptr::null_mut::<KernelAction>(),
+                size_of::<u64>(),
+            )
+        };
+    }
+    // SAFETY: the set is plain memory of this frame.
     unsafe {
-        let default: libc::sigaction = std::mem::zeroed();
-        for signal in 1..SIGNALS_END {
-            libc::sigaction(signal, &raw const default, ptr::null_mut());
-        }
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut());

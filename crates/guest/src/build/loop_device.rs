@@ -20,8 +20,8 @@ use super::mounts::last_errno;
 const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
 const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
-/// Others on the machine may take the device that we were just told is free. Each loser asks again; with 200 sandboxes
-/// made at once the longest streak seen was below 40.
+/// Others on the machine may take the device that we were just told is free. Each loser asks again, and each round has a
+/// winner, so the bound is far above the sandboxes that one host starts at once; it only keeps a shim from asking forever.
 const ATTEMPTS: u32 = 512;
 
 /// `struct loop_config`, with `struct loop_info64` flattened into it.

@@ -1,3 +1,5 @@
+//! Frames round-trip, and hostile bytes are an error, never a panic or an unbounded buffer.
+
 use proptest::prelude::*;
 
 use super::*;

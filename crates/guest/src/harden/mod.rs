@@ -9,8 +9,8 @@
 //!                              execve
 //! ```
 //!
-//! The seccomp filter and the emptied bounding set are put up once in pid 1 and inherited, because loading a filter costs
-//! more than everything else an exec does. Landlock is entered by each exec and not by pid 1, and that difference is what
+//! The seccomp filter and the emptied bounding set are put up once in pid 1 and inherited, so that no exec pays for loading
+//! a filter. Landlock is entered by each exec and not by pid 1, and that difference is what
 //! keeps the programs from tracing pid 1 or reading its memory.
 //!
 //! Pid 1 has a user of its own ([`AGENT_ID`]), which no exec may be: root of the sandbox is a stranger to it.

@@ -189,14 +189,14 @@ fn create(shim: &Shim, record: &ExecRecord) -> Result<Exec, Refusal> {
 /// Asks the guest agent to start it and leaves its output to a task of its own.
 async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, start: guest::StartExec) {
     let gone = |message: String| not_taken(ExitReason::SandboxGone, 137, message);
+    // The counts from before it could do anything.
+    let before = shim.counters.read();
     let opened = timeout(GUEST_DEADLINE, async {
         let mut connection = Connection::open(&shim.guest_socket, &shim.config.sandbox_id, start).await?;
-        // The counts from before it could do anything; read while the guest agent forks.
-        let before = shim.counters.read();
         let answer = connection.reader.expect().await?;
-        Ok::<_, crate::connection::OpenError>((connection, before, answer))
+        Ok::<_, crate::connection::OpenError>((connection, answer))
     });
-    let (connection, before, answer) = match opened.await {
+    let (connection, answer) = match opened.await {
         Ok(Ok(opened)) => opened,
         Ok(Err(error)) => {
             let message = format!("the guest agent could not be asked: {}", super::chain(&error));

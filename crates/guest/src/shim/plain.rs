@@ -4,7 +4,7 @@
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags};
@@ -32,8 +32,14 @@ pub(super) fn start(config: &ShimConfig) -> io::Result<StartedSandbox> {
     let file = config.sandbox_dir.join("agent.json");
     std::fs::write(&file, serde_json::to_vec(&agent)?)?;
     let mut child = Command::new("/proc/self/exe");
-    let child =
-        child.arg("agent").arg("--unhardened").arg(&file).stdin(std::process::Stdio::null()).spawn()?;
+    let child = child
+        .arg("agent")
+        .arg("--unhardened")
+        .arg(&file)
+        .stdin(Stdio::null())
+        // The report has one writer: its reader waits for the end.
+        .stdout(Stdio::null())
+        .spawn()?;
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidData)?;
     let layer = rustix::fs::open(&config.sandbox_dir, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     Ok(StartedSandbox {

@@ -248,6 +248,7 @@ impl EndedReader {
     /// # Errors
     ///
     /// When the spool cannot be read.
+    #[expect(clippy::should_implement_trait, reason = "an iterator cannot end with an error as `?` wants it")]
     pub fn next(&mut self) -> io::Result<Option<OutputFrame>> {
         if self.done {
             return Ok(None);

@@ -437,7 +437,7 @@ fn nothing_is_left_after_shim_is_killed() {
 fn nothing_is_left_after_failed_build() {
     let directory = tempfile::tempdir().unwrap();
     let Some(image) = image(directory.path(), 32) else { return };
-    // The layer is mounted by the time the root finds that the hostname file cannot be written.
+    // Everything is mounted and the child runs by the time its cgroup refuses it.
     let outcome = Sandbox::try_start(|config| {
         config.disk = DiskConfig::Loop { image: image.clone() };
         config.cgroup.agent_join = vec!["/dev/full".into()];

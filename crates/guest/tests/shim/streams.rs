@@ -5,14 +5,14 @@ use std::time::Duration;
 use cloister_guest::client::ClientError;
 use cloister_types::{ExecSpec, ExitReason, OutputFrame};
 
-use crate::peer::{Peer, argv, collect, rss_kib, run, sh, until};
+use crate::peer::{Peer, argv, collect, rss_kib, run, sh};
 
 #[test]
 fn a_mebibyte_of_input_comes_back_equal() {
     run(async {
         let peer = Peer::start();
-        let input: Vec<u8> =
-            (0..1_048_576_u32).map(|index| u8::try_from(index * 7919 >> 5 & 0xff).unwrap()).collect();
+        let byte = |index: u64| u8::try_from(index.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56).unwrap();
+        let input: Vec<u8> = (0..1_048_576).map(byte).collect();
         let record = peer.spawn(ExecSpec { stdin: true, ..argv(&["cat"]) }).await;
         let mut reader = peer.client.read_output(&record.exec_id, 0, false).await.unwrap();
         let writing = async {
@@ -145,7 +145,8 @@ fn a_slow_reader_stops_the_program_and_nothing_is_lost() {
         let mut same = 0;
         while same < 20 {
             let now = newest().await;
-            assert!(now <= 1024 * 1024, "{now} bytes beyond a reader that does not read");
+            // What the reader's socket took counts as read.
+            assert!(now <= 2 * 1024 * 1024, "{now} bytes beyond a reader that does not read");
             same = if now == last && now > 500_000 { same + 1 } else { 0 };
             last = now;
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -232,7 +233,5 @@ fn many_small_writes_arrive_in_order() {
         let expected: String = (0..2000).map(|number| format!("{number}\n")).collect();
         assert_eq!(stdout, expected.as_bytes());
         assert_eq!(stderr, expected.as_bytes());
-        let seen = until("the exec has ended", || (true, ())).await;
-        assert_eq!(seen, ());
     });
 }

@@ -1,7 +1,7 @@
 //! The system call filter: an allow-list, installed once in pid 1 and inherited by every exec.
 //!
 //! [`table`] says what is allowed, refused, or decided by arguments; [`program`] turns that into a search tree of classic
-//! BPF, so that a call costs about eight comparisons instead of hundreds, and loading costs little. A call that the table
+//! BPF, so that a call costs a handful of comparisons instead of hundreds, and loading costs little. A call that the table
 //! does not name, so every call newer than it, answers `ENOSYS`, by which programs fall back to older ones.
 //!
 //! What the filter must stop because nothing else does: io_uring, userfaultfd, perf, keyrings, bpf, exotic socket families,

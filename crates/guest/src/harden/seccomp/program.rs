@@ -5,8 +5,8 @@
 //!   number ─▶ binary search over intervals of equal decision ─▶ return, or look at arguments
 //! ```
 //!
-//! Numbers with equal decisions that follow each other share one interval, so that the whole table is some ninety
-//! leaves. Only the low half of an argument is looked at: every argument judged here is a 32-bit one for the kernel.
+//! Numbers with equal decisions that follow each other share one interval, and the search halves what is left at each
+//! comparison. Only the low half of an argument is looked at: every argument judged here is a 32-bit one for the kernel.
 
 use std::collections::BTreeMap;
 
