@@ -9,7 +9,7 @@
 //!
 //! Generated code is committed under `src/generated` and written by `cargo xtask gen` (see ADR 0003).
 
-#[expect(
+#[allow(
     clippy::all,
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,

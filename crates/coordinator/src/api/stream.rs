@@ -105,7 +105,7 @@ impl StreamsService for Api {
         let stream = attachment.run(requests).map(|item| {
             item.map(|attached| match attached {
                 Attached::Started(exec) => {
-                    AttachExecResponse { response: Some(exec.into()), ..Default::default() }
+                    AttachExecResponse { response: Some((*exec).into()), ..Default::default() }
                 }
                 Attached::Frame(frame) => {
                     AttachExecResponse { response: Some(frame.into()), ..Default::default() }

@@ -168,7 +168,7 @@ pub(crate) struct Attachment {
 /// What an attached caller gets.
 pub(crate) enum Attached {
     /// First.
-    Started(Exec),
+    Started(Box<Exec>),
     /// Then the output.
     Frame(OutputFrame),
 }
@@ -212,7 +212,7 @@ impl Attachment {
         };
         futures::stream::unfold(running, |mut running| async move {
             if let Some(exec) = running.started.take() {
-                return Some((Ok(Attached::Started(exec)), running));
+                return Some((Ok(Attached::Started(Box::new(exec))), running));
             }
             loop {
                 let Some(refused) = running.refused.as_mut() else {
