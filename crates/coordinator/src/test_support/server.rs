@@ -80,6 +80,8 @@ impl SharedServer {
             shared.remove_old_databases().await;
             shared.create_template().await;
         }
+        // First the supervisor's own lock, or the next process finds the data directory taken.
+        drop(server);
         drop(starting);
         Some(shared)
     }

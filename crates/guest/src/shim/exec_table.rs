@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -83,8 +83,10 @@ impl ExecTable {
         self.execs.borrow().clone()
     }
 
-    /// Makes room for one more by forgetting the oldest ended exec that nobody reads.
-    fn evict(&self, max: usize) -> Result<(), Refusal> {
+    /// Makes room for one more by forgetting the oldest ended exec that nobody reads. Returns what is to be removed
+    /// from the disk, which can wait until the new one has been asked for.
+    fn evict(&self, max: usize) -> Result<Vec<PathBuf>, Refusal> {
+        let mut evicted = Vec::new();
         let mut execs = self.execs.borrow_mut();
         while execs.len() >= max.max(1) {
             let Some(index) = execs.iter().position(|exec| exec.exit().is_some() && !exec.has_readers())
@@ -94,11 +96,9 @@ impl ExecTable {
                     format!("{max} execs run or are being read, which is all that a sandbox may have"),
                 ));
             };
-            let evicted = execs.remove(index);
-            // What cannot be removed now is removed with the session.
-            let _ = std::fs::remove_dir_all(&evicted.dir);
+            evicted.push(execs.remove(index).dir.clone());
         }
-        Ok(())
+        Ok(evicted)
     }
 }
 
@@ -136,7 +136,11 @@ pub(super) async fn start(
     if shim.is_stopping() || shim.has_ended() {
         return Err(Refusal::new(ErrorKind::NotRunning, "the sandbox is ending"));
     }
-    shim.execs.evict(usize::try_from(shim.config.execs_max).unwrap_or(usize::MAX))?;
+    let evicted = shim.execs.evict(usize::try_from(shim.config.execs_max).unwrap_or(usize::MAX))?;
+    for dir in evicted {
+        // Runs while the guest agent forks. What cannot be removed now is removed with the session.
+        shim.following.spawn(async move { drop(std::fs::remove_dir_all(dir)) });
+    }
 
     let record = ExecRecord {
         exec_id: exec_id.clone(),
