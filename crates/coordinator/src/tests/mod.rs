@@ -4,6 +4,7 @@
 mod access;
 mod execs;
 mod host;
+mod latency_tmp;
 mod hostile;
 mod serving;
 mod sessions;
