@@ -4,7 +4,6 @@
 mod access;
 mod execs;
 mod host;
-mod latency_tmp;
 mod hostile;
 mod serving;
 mod sessions;
