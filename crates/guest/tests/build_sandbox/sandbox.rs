@@ -66,7 +66,10 @@ pub(crate) struct Sandbox {
 /// A config with a tmpfs layer and no cgroups, in a directory of its own.
 pub(crate) fn config(directory: &Path) -> ShimConfig {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    let id_base = 1_000_000 + 65_536 * NEXT.fetch_add(1, Ordering::Relaxed);
+    // The runner starts a process a case, several at once: sandboxes must not share a range, or one case counts the
+    // processes of another. 4096 × 15 ranges end below the largest uid.
+    let own = std::process::id() % 4096;
+    let id_base = 1_000_000 + 65_536 * (own + 4096 * (NEXT.fetch_add(1, Ordering::Relaxed) % 15));
     ShimConfig {
         sandbox_id: "sbx_test".to_owned(),
         hostname: "inside".to_owned(),
