@@ -61,6 +61,16 @@ impl Store {
     pub async fn admit_queued(&self, holder: &LeaseHolder, limit: u32) -> Result<Admitted, StoreError> {
         self.observe("admit_queued", async {
             let mut admitted = Admitted::default();
+            // Every change of a session or host comes here, and almost always nobody waits: that must not lock the
+            // hosts, which creates need. Whoever is queued after this look gives notice. Reads `sessions_queue_key`.
+            let waits = sqlx::query_scalar!(
+                r#"SELECT EXISTS (SELECT FROM sessions WHERE state = 'queued') AS "waits!""#,
+            )
+            .fetch_one(&self.pool)
+            .await?;
+            if !waits {
+                return Ok(admitted);
+            }
             let mut tx = self.pool.begin().await?;
             let mut hosts = locked_views(&mut tx, self.config.admission).await?;
             // Reads `sessions_queue_key`.

@@ -19,6 +19,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use cloister_service::{CancellationToken, OnCancel, OnError, TaskKind, TaskRegistry};
+use futures::FutureExt as _;
 
 pub(crate) use op::OpExecutor;
 pub(crate) use queue::{Deadlines, LostHosts, Ops, Pruning, Queue};
@@ -43,6 +44,10 @@ pub(crate) enum Status {
 pub(crate) trait Reconciler: Send + Sync + 'static {
     /// Its task.
     const KIND: TaskKind;
+
+    /// How long it waits after a change before it runs, so that a burst of changes makes one run and the run does not
+    /// compete with the call that made the change.
+    const SETTLE: Duration;
 
     /// Does a bounded amount of work.
     fn run_once(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
@@ -81,6 +86,8 @@ async fn drive<R: Reconciler>(
     // Subscribed before the first run: what happens during a run makes another one.
     let mut changes = feed.subscribe();
     while !token.is_cancelled() {
+        // What was told so far is covered by the run that follows.
+        while changes.recv().now_or_never().flatten().is_some() {}
         let pause = match reconciler.run_once().await {
             Ok(Status::More) => continue,
             Ok(Status::Idle(due)) => {
@@ -94,7 +101,9 @@ async fn drive<R: Reconciler>(
         let woken = async {
             loop {
                 match changes.recv().await {
-                    Some(change) if reconciler.wakes_on(&change) => return,
+                    Some(change) if reconciler.wakes_on(&change) => {
+                        break tokio::time::sleep(R::SETTLE).await;
+                    }
                     Some(_) => {}
                     None => std::future::pending().await,
                 }

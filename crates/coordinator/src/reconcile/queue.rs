@@ -14,6 +14,8 @@ use crate::link::HostLinks;
 
 /// Most sessions that one run of the queue or the deadlines looks at.
 const MAX_SESSIONS_PER_ACTIVATION: u32 = 32;
+/// Pause before another look at work that is due and that somebody else has in hand.
+const CONTENDED_PAUSE: Duration = Duration::from_millis(100);
 /// How long finished things are kept.
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Most rows that one run removes.
@@ -31,8 +33,14 @@ pub(crate) struct Ops {
 
 impl Reconciler for Ops {
     const KIND: TaskKind = kind("reconcile ops");
+    const SETTLE: Duration = Duration::from_millis(10);
 
     async fn run_once(&self) -> Result<Status, StoreError> {
+        // One look tells whether there is anything to claim; mostly whoever wrote an operation executes it.
+        match self.store.next_op_due_in().await? {
+            Some(due) if due.is_zero() => {}
+            later => return Ok(Status::Idle(later)),
+        }
         // Only what can be executed at once is claimed: a claim that waits would run out its lease.
         let room = self.executor.room();
         if room == 0 {
@@ -40,11 +48,12 @@ impl Reconciler for Ops {
             return Ok(Status::More);
         }
         let ops = self.store.claim_due_ops(&self.holder, room).await?;
-        let full = u32::try_from(ops.len()).is_ok_and(|count| count == room);
+        // Nothing claimed although something is due: another coordinator has it, or its session is being changed.
+        let contended = ops.is_empty();
         for op in ops {
             drop(self.executor.spawn(op));
         }
-        if full { Ok(Status::More) } else { Ok(Status::Idle(self.store.next_op_due_in().await?)) }
+        Ok(if contended { Status::Idle(Some(CONTENDED_PAUSE)) } else { Status::More })
     }
 
     fn wakes_on(&self, change: &Change) -> bool {
@@ -61,6 +70,7 @@ pub(crate) struct Queue {
 
 impl Reconciler for Queue {
     const KIND: TaskKind = kind("reconcile queue");
+    const SETTLE: Duration = Duration::from_millis(10);
 
     async fn run_once(&self) -> Result<Status, StoreError> {
         let admitted = self.store.admit_queued(&self.holder, MAX_SESSIONS_PER_ACTIVATION).await?;
@@ -85,12 +95,16 @@ pub(crate) struct Deadlines {
 
 impl Reconciler for Deadlines {
     const KIND: TaskKind = kind("reconcile deadlines");
+    const SETTLE: Duration = Duration::from_millis(200);
 
     async fn run_once(&self) -> Result<Status, StoreError> {
+        match self.store.next_deadline_in().await? {
+            Some(due) if due.is_zero() => {}
+            later => return Ok(Status::Idle(later)),
+        }
         let passed = self.store.pass_deadlines(MAX_SESSIONS_PER_ACTIVATION).await?;
         let expired = self.store.expire_ttl(MAX_SESSIONS_PER_ACTIVATION).await?;
-        let bound = usize::try_from(MAX_SESSIONS_PER_ACTIVATION).expect("a small number");
-        let more = passed.len() >= bound || expired.len() >= bound;
+        let contended = passed.is_empty() && expired.is_empty();
         for deadline in passed {
             tracing::warn!(session_id = %deadline.session.id, from = %deadline.from, to = %deadline.session.state, "a step was given up");
             self.clean_up(deadline);
@@ -98,7 +112,7 @@ impl Reconciler for Deadlines {
         for session_id in expired {
             tracing::info!(session_id = %session_id, "session expired");
         }
-        if more { Ok(Status::More) } else { Ok(Status::Idle(self.store.next_deadline_in().await?)) }
+        Ok(if contended { Status::Idle(Some(CONTENDED_PAUSE)) } else { Status::More })
     }
 
     fn wakes_on(&self, change: &Change) -> bool {
@@ -146,6 +160,7 @@ pub(crate) struct LostHosts {
 
 impl Reconciler for LostHosts {
     const KIND: TaskKind = kind("reconcile hosts");
+    const SETTLE: Duration = Duration::ZERO;
 
     async fn run_once(&self) -> Result<Status, StoreError> {
         let patience = (self.heartbeat * 3).saturating_sub(self.started.elapsed());
@@ -170,6 +185,7 @@ pub(crate) struct Pruning {
 
 impl Reconciler for Pruning {
     const KIND: TaskKind = kind("prune");
+    const SETTLE: Duration = Duration::ZERO;
 
     async fn run_once(&self) -> Result<Status, StoreError> {
         let removed = self.store.prune(KEPT, MAX_ROWS_PER_ACTIVATION).await?;
