@@ -100,6 +100,9 @@ fn each_limit_that_was_hit_is_named() {
 
     let fill = "yes > /root/fill || exit 9";
     up.run(&["run", "--disk", "32M", "--", "sh", "-c", fill]).expect(9).says(&["disk full", "--disk"]);
+    // A write that does not fit as a whole leaves room that it did not want.
+    let fill = "dd if=/dev/zero of=/root/fill bs=1M 2>/dev/null || exit 9";
+    up.run(&["run", "--disk", "64M", "--", "sh", "-c", fill]).expect(9).says(&["disk full", "--disk"]);
 
     let finished = up.run(&["run", "--timeout", "1s", "--", "sh", "-c", "echo kept; sleep 60"]).expect(124);
     assert_eq!(finished.stdout(), "kept");

@@ -11,8 +11,9 @@ use std::path::Path;
 
 use super::config::CgroupConfig;
 
-/// Free bytes below which the layer counts as full: a filesystem keeps a few blocks that no write gets.
-const FULL_BELOW_BYTES: u64 = 64 * 1024;
+/// Free bytes below which the layer counts as full, unless a 64th of it is less. A refused write leaves what it asked
+/// for in one piece: after `dd bs=1M` on ext4, 400 to 560 KiB stayed free.
+const FULL_BELOW_BYTES: u64 = 1024 * 1024;
 
 /// The counts at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -47,8 +48,13 @@ impl Counters {
     pub(super) fn disk_full(&self) -> bool {
         let Ok(stat) = rustix::fs::fstatvfs(&self.layer) else { return false };
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-        free < FULL_BELOW_BYTES || (stat.f_files > 0 && stat.f_favail == 0)
+        let size = stat.f_blocks.saturating_mul(stat.f_frsize);
+        is_full(size, free) || (stat.f_files > 0 && stat.f_favail == 0)
     }
+}
+
+fn is_full(size_bytes: u64, free_bytes: u64) -> bool {
+    free_bytes < FULL_BELOW_BYTES.min(size_bytes / 64)
 }
 
 /// Returns the number in the line `key N`; 0 when there is none.
@@ -63,6 +69,17 @@ fn count(file: &File, key: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_layer_is_full_when_a_large_write_no_longer_fits() {
+        const MIB: u64 = 1 << 20;
+        assert!(is_full(64 * MIB, 560 * 1024));
+        assert!(!is_full(64 * MIB, MIB));
+        assert!(!is_full(1024 * MIB, MIB));
+        // A small layer is not full while a fair part of it is free.
+        assert!(!is_full(16 * MIB, 300 * 1024));
+        assert!(is_full(16 * MIB, 0));
+    }
 
     #[test]
     fn counts_are_found_by_their_key() {
