@@ -6,8 +6,8 @@
 
 use std::io;
 
-use buffa::Message;
 use cloister_api::app;
+use cloister_api::connection::error_detail;
 use connectrpc::{ConnectError, ErrorCode};
 
 /// Exit code of a command that failed (other than `run` and `exec`).
@@ -195,54 +195,12 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Returns Cloister's own detail of an API error.
-fn error_detail(error: &ConnectError) -> Option<app::ErrorDetail> {
-    error.details.iter().find_map(|detail| {
-        let type_name = detail.type_url.rsplit('/').next().unwrap_or_default();
-        if type_name != "cloister.app.v1.ErrorDetail" {
-            return None;
-        }
-        let bytes = decode_base64(detail.value.as_deref()?)?;
-        app::ErrorDetail::decode_from_slice(&bytes).ok()
-    })
-}
-
-/// Decodes standard base 64 with or without padding, which is how the Connect protocol carries details.
-fn decode_base64(text: &str) -> Option<Vec<u8>> {
-    let mut bytes = Vec::with_capacity(text.len() / 4 * 3 + 3);
-    let (mut held, mut bits) = (0_u32, 0_u32);
-    for character in text.trim_end_matches('=').bytes() {
-        let value = match character {
-            b'A'..=b'Z' => character - b'A',
-            b'a'..=b'z' => character - b'a' + 26,
-            b'0'..=b'9' => character - b'0' + 52,
-            b'+' => 62,
-            b'/' => 63,
-            _ => return None,
-        };
-        held = (held << 6) | u32::from(value);
-        bits += 6;
-        if bits >= 8 {
-            bits -= 8;
-            bytes.push(u8::try_from((held >> bits) & 0xff).expect("masked to a byte"));
-        }
-    }
-    Some(bytes)
-}
-
 #[cfg(test)]
 mod tests {
+
     use connectrpc::ErrorDetail;
 
     use super::*;
-
-    #[test]
-    fn base64_is_decoded_with_and_without_padding() {
-        assert_eq!(decode_base64("aGk=").as_deref(), Some(&b"hi"[..]));
-        assert_eq!(decode_base64("aGk").as_deref(), Some(&b"hi"[..]));
-        assert_eq!(decode_base64("").as_deref(), Some(&b""[..]));
-        assert_eq!(decode_base64("a-b"), None);
-    }
 
     #[test]
     fn remedy_and_code_of_the_coordinator_are_shown() {
