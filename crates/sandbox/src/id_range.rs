@@ -188,12 +188,7 @@ mod tests {
         ensure_session_dir(&directory).unwrap();
         allocator
             .ensure(session_id, |ids| {
-                let record = SessionRecord {
-                    session_id: session_id.clone(),
-                    ids,
-                    limits: Limits::DEFAULT,
-                    highest_epoch: 0,
-                };
+                let record = SessionRecord { session_id: session_id.clone(), ids, limits: Limits::DEFAULT };
                 write_record(&directory.join(SESSION_FILE), &record, false)
             })
             .unwrap()

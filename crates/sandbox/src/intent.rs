@@ -107,9 +107,6 @@ pub struct SessionRecord {
     pub ids: IdRange,
     /// The limits of its newest sandbox.
     pub limits: Limits,
-    /// Highest epoch seen; for the host agent, which refuses lower ones.
-    #[serde(default)]
-    pub highest_epoch: u64,
 }
 
 /// Returns this boot's id, which changes with each start of the kernel (proc(5), `kernel/random/boot_id`).
@@ -181,10 +178,9 @@ mod tests {
             session_id: SessionId::generate(),
             ids: IdRange { base: 1, count: 2 },
             limits: Limits::DEFAULT,
-            highest_epoch: 0,
         };
         write_record(&path, &record, true).unwrap();
-        record.highest_epoch = 7;
+        record.ids.count = 7;
         write_record(&path, &record, false).unwrap();
         assert_eq!(read_record(&path).unwrap(), Some(record));
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);

@@ -253,12 +253,7 @@ fn record_session(inner: &Inner, spec: &SandboxSpec) -> Result<crate::id_range::
     inner
         .ids
         .ensure(&spec.session_id, |ids| {
-            let record = SessionRecord {
-                session_id: spec.session_id.clone(),
-                ids,
-                limits: spec.limits,
-                highest_epoch: 0,
-            };
+            let record = SessionRecord { session_id: spec.session_id.clone(), ids, limits: spec.limits };
             // The layer outlives a reboot, and its files belong to this range.
             write_record(&file, &record, true)
         })
