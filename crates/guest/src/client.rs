@@ -273,6 +273,29 @@ impl Client {
         Ok(self.attach(attach).await?.1)
     }
 
+    /// Gives a warm sandbox its identity and returns its facts; this client knows it by its old id. `sandbox_dir` and
+    /// `exec_dir` are where its directories are by now. A second claim is a [`ClientError::Conflict`].
+    ///
+    /// # Errors
+    ///
+    /// The sandbox is of no more use then, whoever it belongs to.
+    pub async fn claim(
+        &self,
+        sandbox_id: &str,
+        hostname: &str,
+        sandbox_dir: &Path,
+        exec_dir: &Path,
+    ) -> Result<SandboxReport, ClientError> {
+        let claim = guest::ClaimSandbox {
+            sandbox_id: sandbox_id.to_owned(),
+            hostname: hostname.to_owned(),
+            sandbox_dir: sandbox_dir.to_string_lossy().into_owned(),
+            exec_dir: exec_dir.to_string_lossy().into_owned(),
+            ..guest::ClaimSandbox::default()
+        };
+        expect_sandbox(self.ask(claim).await?)
+    }
+
     /// Returns the facts and timings of the sandbox.
     ///
     /// # Errors

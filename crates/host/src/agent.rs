@@ -16,12 +16,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cloister_api::connection::HOST_WIRE_VERSION;
 use cloister_api::convert::{capabilities_to_proto, timestamp_to_proto};
 use cloister_api::host::{Register, SandboxCreated, SandboxEvent, SandboxReport};
 use cloister_sandbox::backend::{Backend, Gone, Sandbox};
-use cloister_service::{OnCancel, OnError, TaskKind, TaskRegistry};
+use cloister_service::{OnCancel, OnError, TaskKind, TaskRegistry, error_chain};
 use cloister_types::{Capability, Clock, HostId, SandboxId, SessionId, SystemClock};
 use tokio::sync::{Semaphore, watch};
 
@@ -35,7 +36,13 @@ use crate::machine::{self, Capacity};
 use crate::turns::Turns;
 
 const WATCH: TaskKind = TaskKind::new("watch-sandbox", OnCancel::Abort, OnError::Log);
+const WARM: TaskKind = TaskKind::new("warm-sandboxes", OnCancel::Wait, OnError::Log);
 const PROBE: TaskKind = TaskKind::new("probe-backends", OnCancel::Abort, OnError::Log);
+
+/// Pause after a sandbox could not be made ready; doubles up to [`WARM_AGAIN_MAX`].
+const WARM_AGAIN: Duration = Duration::from_secs(1);
+/// Longest such pause.
+const WARM_AGAIN_MAX: Duration = Duration::from_secs(60);
 
 /// The state of a running host agent.
 pub(crate) struct Agent {
@@ -114,7 +121,41 @@ impl Agent {
                 Ok::<(), Infallible>(())
             });
         }
+        for index in 0..agent.backends.all().len() {
+            let this = Arc::clone(&agent);
+            agent.tasks.spawn(WARM, async move {
+                this.keep_warm(index).await;
+                Ok::<(), Infallible>(())
+            });
+        }
         Ok(agent)
+    }
+
+    /// Keeps a backend's sandboxes ready until the agent stops, and leaves none behind.
+    async fn keep_warm(&self, index: usize) {
+        let backend = &self.backends.all()[index];
+        let stopping = self.tasks.token();
+        let mut pause = WARM_AGAIN;
+        loop {
+            tokio::select! {
+                () = stopping.cancelled() => break,
+                () = backend.needs_warm() => {}
+            }
+            // One that is being made is finished: half of one would be the next adoption's work.
+            let Err(error) = backend.make_warm().await else {
+                pause = WARM_AGAIN;
+                continue;
+            };
+            tracing::warn!(backend = %backend.kind(), error = error_chain(&error), "no sandbox could be made ready");
+            tokio::select! {
+                () = stopping.cancelled() => break,
+                () = tokio::time::sleep(pause) => {}
+            }
+            pause = (pause * 2).min(WARM_AGAIN_MAX);
+        }
+        if let Err(error) = backend.drop_warm().await {
+            tracing::warn!(backend = %backend.kind(), error = error_chain(&error), "a ready sandbox is left to the next agent");
+        }
     }
 
     async fn adopt(self: &Arc<Self>) -> Result<(), HostError> {

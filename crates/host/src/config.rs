@@ -109,8 +109,18 @@ pub const HOST_EXEC_SPOOL_BYTES: EnvVar = EnvVar {
     since: "0.1.0",
 };
 
+/// Ready sandboxes.
+pub const HOST_WARM_SANDBOXES: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_WARM_SANDBOXES",
+    doc: "Sandboxes that are kept ready for sessions to come, so that a create takes one instead of building it. \
+          Each costs about half a MiB of memory, a loop device and a range of user ids. 0 keeps none.",
+    default: Some("4"),
+    unit: None,
+    since: "0.1.0",
+};
+
 /// Every variable of the host role.
-pub const VARIABLES: [&EnvVar; 10] = [
+pub const VARIABLES: [&EnvVar; 11] = [
     &COORDINATOR_ENDPOINT,
     &COORDINATOR_TOKEN,
     &DATA_DIR,
@@ -121,7 +131,11 @@ pub const VARIABLES: [&EnvVar; 10] = [
     &HOST_CPU_MILLIS,
     &HOST_DISK_BYTES,
     &HOST_EXEC_SPOOL_BYTES,
+    &HOST_WARM_SANDBOXES,
 ];
+
+/// Most sandboxes that are kept ready: beyond that, loop devices and ranges of ids are better left to sessions.
+const WARM_SANDBOXES_MAX: usize = 256;
 
 /// Least output kept for an exec: one segment of a spool and the one that is being written.
 const EXEC_SPOOL_MIN: ByteCount = ByteCount::mib(2);
@@ -152,6 +166,8 @@ pub struct HostConfig {
     pub capacity: CapacityOverride,
     /// Most bytes of output kept for each exec.
     pub exec_spool: ByteCount,
+    /// Sandboxes that are kept ready.
+    pub warm_sandboxes: usize,
 }
 
 impl HostConfig {
@@ -212,9 +228,16 @@ impl HostConfig {
                 HOST_EXEC_SPOOL_BYTES.name, exec_spool.0
             ));
         }
+        let warm_sandboxes = reader.parse::<usize>(&HOST_WARM_SANDBOXES).unwrap_or_default();
+        if warm_sandboxes > WARM_SANDBOXES_MAX {
+            reader.problem(format!(
+                "`{}` is `{warm_sandboxes}`: at most {WARM_SANDBOXES_MAX}",
+                HOST_WARM_SANDBOXES.name
+            ));
+        }
         // Without an endpoint there is a problem, and `finish` returns nothing of this.
         let endpoint = endpoint.unwrap_or_else(|| Endpoint::Unix(PathBuf::new()));
-        reader.finish(Self { endpoint, token, paths, backend, name, capacity, exec_spool })
+        reader.finish(Self { endpoint, token, paths, backend, name, capacity, exec_spool, warm_sandboxes })
     }
 }
 
@@ -237,6 +260,7 @@ mod tests {
         assert_eq!(config.backend, BackendChoice::Auto);
         assert_eq!(config.paths.data_dir, PathBuf::from("/var/lib/cloister"));
         assert_eq!(config.exec_spool, ByteCount::mib(16));
+        assert_eq!(config.warm_sandboxes, 4);
         assert_eq!(config.capacity, CapacityOverride::default());
         assert!(!format!("{config:?}").contains("a-secret"));
     }
@@ -250,6 +274,7 @@ mod tests {
             ("CLOISTER_HOST_NAME", "Not A Name"),
             ("CLOISTER_HOST_MEMORY_BYTES", "much"),
             ("CLOISTER_HOST_EXEC_SPOOL_BYTES", "1"),
+            ("CLOISTER_HOST_WARM_SANDBOXES", "257"),
             ("CLOISTER_HOST_MEMORY_BYTE", "1"),
         ]);
         let error = HostConfig::read_as(&environment, true).expect_err("problems");
@@ -261,6 +286,7 @@ mod tests {
             "CLOISTER_HOST_NAME",
             "CLOISTER_HOST_MEMORY_BYTES",
             "CLOISTER_HOST_EXEC_SPOOL_BYTES",
+            "CLOISTER_HOST_WARM_SANDBOXES",
             "CLOISTER_HOST_MEMORY_BYTE`",
         ] {
             let count = error.problems.iter().filter(|problem| problem.contains(name)).count();

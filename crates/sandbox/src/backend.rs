@@ -127,6 +127,33 @@ pub trait Backend: Send + Sync + 'static {
     /// Nothing is left behind on an error.
     async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError>;
 
+    /// Waits until a sandbox should be made ready for a session to come; for ever where none are kept ready.
+    ///
+    /// # Cancel safety
+    ///
+    /// May be dropped and called again.
+    async fn needs_warm(&self) {
+        std::future::pending().await
+    }
+
+    /// Makes one sandbox that a later [`create`](Self::create) only has to take. Does nothing where none are kept.
+    ///
+    /// # Errors
+    ///
+    /// Nothing is left behind, and creates go on without it.
+    async fn make_warm(&self) -> Result<(), SandboxError> {
+        Ok(())
+    }
+
+    /// Takes down every sandbox that is nobody's, and makes no more.
+    ///
+    /// # Errors
+    ///
+    /// When something is left; the next [`adopt`](Self::adopt) takes it down.
+    async fn drop_warm(&self) -> Result<(), SandboxError> {
+        Ok(())
+    }
+
     /// Finds what an earlier process left: returns the sandboxes that still run, and what became of the others
     /// after reaping them. Touches nothing that no intent of this data directory names.
     ///

@@ -113,14 +113,21 @@ impl IdRangeAllocator {
     }
 
     fn refresh(&self, known: &mut BTreeMap<SessionId, IdRange>) -> Result<(), IdRangeError> {
-        let sessions: Vec<SessionId> =
-            layout::ids_in(&self.paths.sessions_dir()).map_err(IdRangeError::List)?;
-        known.retain(|session, _| sessions.binary_search(session).is_ok());
-        for session in sessions {
+        // The warm ones first: one that gets its owner between the two listings is in both, and never in none.
+        let mut listed = Vec::new();
+        for paths in [self.paths.warm(), self.paths.clone()] {
+            let sessions: Vec<SessionId> =
+                layout::ids_in(&paths.sessions_dir()).map_err(IdRangeError::List)?;
+            listed.extend(sessions.into_iter().map(|session| {
+                let file = paths.session_dir(&session).join(SESSION_FILE);
+                (session, file)
+            }));
+        }
+        known.retain(|session, _| listed.iter().any(|(listed, _)| listed == session));
+        for (session, file) in listed {
             if known.contains_key(&session) {
                 continue;
             }
-            let file = self.paths.session_dir(&session).join(SESSION_FILE);
             if let Some(record) = read_record::<SessionRecord>(&file)? {
                 known.insert(session, record.ids);
             }

@@ -81,6 +81,10 @@ pub struct Intent {
     pub disk: DiskConfig,
     /// The shim's executable.
     pub guest: PathBuf,
+    /// The configuration that the shim was started with, where it is not the one in the sandbox's directory: the
+    /// sandbox was warm and had other names then.
+    #[serde(default)]
+    pub shim_config: Option<PathBuf>,
     /// Milliseconds since the Unix epoch.
     pub created_unix_ms: u64,
 }

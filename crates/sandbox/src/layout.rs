@@ -18,6 +18,12 @@ const TOMBSTONE: &str = ".removing-";
 const SOCKET_NAME_LEN: usize = 16;
 
 impl HostPaths {
+    /// Returns the paths of what nobody owns yet: the same tree, one level down.
+    #[must_use]
+    pub fn warm(&self) -> Self {
+        Self { data_dir: self.data_dir.join("warm"), run_dir: self.run_dir.clone() }
+    }
+
     /// Returns the directory that holds one directory per sandbox.
     pub fn sandboxes_dir(&self) -> PathBuf {
         self.data_dir.join("sandboxes")
@@ -60,9 +66,14 @@ impl HostPaths {
     ///
     /// When one cannot be made.
     pub fn ensure(&self) -> io::Result<()> {
-        for directory in
-            [self.data_dir.clone(), self.sandboxes_dir(), self.sessions_dir(), self.run_dir.join("s")]
-        {
+        let warm = self.warm();
+        for directory in [
+            self.sandboxes_dir(),
+            self.sessions_dir(),
+            warm.sandboxes_dir(),
+            warm.sessions_dir(),
+            self.run_dir.join("s"),
+        ] {
             ensure_private_dir(&directory)?;
         }
         Ok(())

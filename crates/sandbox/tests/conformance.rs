@@ -6,10 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use cloister_sandbox::backend::{Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec};
 use cloister_sandbox::conformance::{CASES, Program, Subject, clean_up, real_argv, sim_argv};
 use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
 use cloister_sandbox::sim::{SimBackend, SimMachine};
 use cloister_sandbox::{Backend, HostPaths};
+use cloister_types::exec::ExecRecord;
+use cloister_types::{BackendKind, Capability, ExecId, SessionId};
 
 const SPOOL_MAX_BYTES: u64 = 2 * 1024 * 1024;
 
@@ -41,12 +44,13 @@ impl Subject for SimSubject {
 struct NamespaceSubject {
     backend: NamespaceBackend,
     config: NamespaceConfig,
+    is_warm: bool,
     _directory: tempfile::TempDir,
 }
 
 impl NamespaceSubject {
     /// Returns a host of its own in a temporary directory; `None`, after saying so, where there can be none.
-    fn new() -> Option<Self> {
+    fn new(is_warm: bool) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             println!("SKIP: the namespace backend needs root");
             return None;
@@ -56,8 +60,9 @@ impl NamespaceSubject {
             HostPaths { data_dir: directory.path().join("data"), run_dir: directory.path().join("run") };
         let mut config = NamespaceConfig::new(paths);
         config.spool_max_bytes = SPOOL_MAX_BYTES;
+        config.warm_sandboxes = usize::from(is_warm);
         let backend = NamespaceBackend::open(config.clone()).expect("open the backend");
-        Some(Self { backend, config, _directory: directory })
+        Some(Self { backend, config, is_warm, _directory: directory })
     }
 }
 
@@ -70,7 +75,8 @@ impl Drop for NamespaceSubject {
 #[async_trait]
 impl Subject for NamespaceSubject {
     fn backend(&self) -> Arc<dyn Backend> {
-        Arc::new(self.backend.clone())
+        let inner = self.backend.clone();
+        if self.is_warm { Arc::new(Warm { inner }) } else { Arc::new(inner) }
     }
 
     fn second_backend(&self) -> Arc<dyn Backend> {
@@ -88,14 +94,69 @@ impl Subject for NamespaceSubject {
     }
 }
 
+/// A host that has a sandbox ready before each is asked for.
+struct Warm {
+    inner: NamespaceBackend,
+}
+
+#[async_trait]
+impl Backend for Warm {
+    fn kind(&self) -> BackendKind {
+        self.inner.kind()
+    }
+
+    async fn probe(&self) -> Vec<Capability> {
+        self.inner.probe().await
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
+        // A session that has a layer takes none.
+        let is_new = self.inner.sessions().await?.iter().all(|(session, _)| *session != spec.session_id);
+        let is_made = is_new && spec.limits.validate().is_ok() && spec.image == "host";
+        if is_made {
+            self.inner.warm_for(spec.limits.disk);
+            self.inner.make_warm().await?;
+        }
+        let created = self.inner.create(spec).await?;
+        let steps: Vec<&str> = created.timings.iter().map(|timing| timing.step.as_str()).collect();
+        assert!(!is_made || steps.contains(&"claim"), "the ready sandbox was not taken: {steps:?}");
+        Ok(created)
+    }
+
+    async fn adopt(&self) -> Result<(Vec<Arc<dyn Sandbox>>, Vec<Gone>), SandboxError> {
+        self.inner.adopt().await
+    }
+
+    async fn remove(&self, session_id: &SessionId) -> Result<(), SandboxError> {
+        self.inner.remove(session_id).await
+    }
+
+    async fn sessions(&self) -> Result<Vec<(SessionId, Option<Arc<dyn Sandbox>>)>, SandboxError> {
+        self.inner.sessions().await
+    }
+
+    async fn ended_execs(&self, session_id: &SessionId) -> Result<Vec<ExecRecord>, SandboxError> {
+        self.inner.ended_execs(session_id).await
+    }
+
+    async fn ended_output(
+        &self,
+        session_id: &SessionId,
+        exec_id: &ExecId,
+        from_offset: u64,
+    ) -> Result<Box<dyn OutputReader>, SandboxError> {
+        self.inner.ended_output(session_id, exec_id, from_offset).await
+    }
+}
+
 async fn on_sim(name: &str) {
     let machine = SimMachine::new();
     machine.set_spool_max_bytes(SPOOL_MAX_BYTES);
     run(name, &SimSubject(machine)).await;
 }
 
-async fn on_namespace(name: &str) {
-    if let Some(subject) = NamespaceSubject::new() {
+async fn on_namespace(name: &str, is_warm: bool) {
+    if let Some(subject) = NamespaceSubject::new(is_warm) {
         run(name, &subject).await;
     }
 }
@@ -117,7 +178,14 @@ macro_rules! cases {
         mod namespace {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::on_namespace(stringify!($name)).await;
+                super::on_namespace(stringify!($name), false).await;
+            })*
+        }
+
+        mod warm {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::on_namespace(stringify!($name), true).await;
             })*
         }
 

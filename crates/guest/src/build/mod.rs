@@ -5,10 +5,10 @@
 //!   shim, host root                                  child
 //!   ── open cgroup files, executable, listener
 //!   ── join or make the network namespace
-//!   ── own mount namespace, private
+//!   ── own mount namespace, private; own uts namespace, so that the name can be set later
 //!   ── layer: loop device → ext4 → mount             (autoclear: goes with the namespace)
 //!   ── root: tmpfs, /usr, layer, /etc, /dev
-//!   ── clone3(pid, mount, ipc, uts)             ──▶  join the agent's cgroup, /proc with masks
+//!   ── clone3(pid, mount, ipc)                  ──▶  join the agent's cgroup, /proc with masks
 //!                                                    pivot_root, detach the host's root
 //!                                                    unshare(user, mount, cgroup): the tree is now locked
 //!   ── write uid_map, gid_map                   ◀─▶  the agent's own user; dies with the shim
@@ -71,6 +71,8 @@ pub struct StartedSandbox {
     pub guest_socket: PathBuf,
     /// Root directory of the writable layer, for `fstatvfs`.
     pub layer_fd: OwnedFd,
+    /// The calling process has the sandbox's own name, and can change it.
+    pub shares_name: bool,
     /// Step and wall time, in order.
     pub timings: Vec<(String, Duration)>,
 }
@@ -96,7 +98,14 @@ pub fn build_and_start(config: &ShimConfig) -> Result<StartedSandbox, BuildError
         let _ = unlinkat(CWD, &guest_socket, rustix::fs::AtFlags::empty());
     }
     let (child, layer_fd) = result?;
-    Ok(StartedSandbox { pid: child.pid, pidfd: child.pidfd, guest_socket, layer_fd, timings: timer.steps })
+    Ok(StartedSandbox {
+        pid: child.pid,
+        pidfd: child.pidfd,
+        guest_socket,
+        layer_fd,
+        shares_name: true,
+        timings: timer.steps,
+    })
 }
 
 fn build(
@@ -122,7 +131,7 @@ fn build(
 
     // SAFETY: only CLONE_FILES makes unsharing unsafe; the process has one thread.
     // JUSTIFICATION: rustix marks the whole call unsafe.
-    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.step("make mount namespace")?;
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS | UnshareFlags::NEWUTS) }.step("make mount namespace")?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .step("make mounts private")?;
     timer.done("mount_namespace");

@@ -33,7 +33,7 @@ pub(super) fn start(
     config: &ShimConfig,
     timer: &mut StepTimer,
 ) -> Result<ChildProcess, BuildError> {
-    let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_PIDFD;
+    let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_PIDFD;
     if !config.defences_off.contains(&Defence::PidNamespace) {
         flags |= libc::CLONE_NEWPID;
     }

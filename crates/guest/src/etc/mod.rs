@@ -5,10 +5,10 @@
 //! the configuration that Debian keeps in `/etc` for runtimes. Anything an administrator may have put a secret into
 //! (`environment`, `gitconfig`, `npmrc`, `pip.conf`, `profile.d`, `ssh`) is ours or absent, never the host's.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::FileType;
+use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::build::layer::{make_directory, make_symlink, write_file};
@@ -118,17 +118,11 @@ pub(crate) struct EtcError {
 /// Writes the files of our own to the empty directory `etc`, and makes a place for each of the host's that exists.
 pub(crate) fn write(etc: BorrowedFd<'_>, config: &ShimConfig) -> Result<(), EtcError> {
     let base = config.id_base;
-    let hosts = format!(
-        "127.0.0.1\tlocalhost\n127.0.1.1\t{}\n::1\tlocalhost ip6-localhost ip6-loopback\n",
-        config.hostname
-    );
-    let hostname = format!("{}\n", config.hostname);
+    write_names_in(etc, &config.hostname, base)?;
     for (name, content) in [
         ("passwd", PASSWD),
         ("group", GROUP),
         ("nsswitch.conf", NSSWITCH),
-        ("hosts", hosts.as_str()),
-        ("hostname", hostname.as_str()),
         ("profile", PROFILE),
         ("bash.bashrc", BASHRC),
         ("shells", "/bin/sh\n/bin/bash\n"),
@@ -157,6 +151,23 @@ pub(crate) fn write(etc: BorrowedFd<'_>, config: &ShimConfig) -> Result<(), EtcE
             _ => continue,
         };
         result.map_err(|source| at(name, source))?;
+    }
+    Ok(())
+}
+
+/// Writes the files that hold the sandbox's own name. Only while no guest has run on the layer: a later one may have put
+/// a link in their place.
+pub(crate) fn write_names(layer: BorrowedFd<'_>, hostname: &str, id_base: u32) -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let etc = rustix::fs::openat(layer, "etc", flags, Mode::empty())?;
+    write_names_in(etc.as_fd(), hostname, id_base).map_err(|error| error.source)
+}
+
+fn write_names_in(etc: BorrowedFd<'_>, hostname: &str, id_base: u32) -> Result<(), EtcError> {
+    let hosts =
+        format!("127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n");
+    for (name, content) in [("hosts", hosts), ("hostname", format!("{hostname}\n"))] {
+        write_file(etc, name, content.as_bytes(), 0o644, id_base).map_err(|source| at(name, source))?;
     }
     Ok(())
 }

@@ -40,6 +40,9 @@ pub struct ShimConfig {
     pub spool_max_bytes: u64,
     /// Most execs kept, running and ended.
     pub execs_max: u32,
+    /// Nobody's yet: it may be given an identity once, by `ClaimSandbox`, and runs nothing before.
+    #[serde(default)]
+    pub warm: bool,
     /// Defences left off, for the control of an attack. A build without debug assertions refuses any.
     #[serde(default)]
     pub defences_off: Vec<Defence>,

@@ -5,7 +5,7 @@
 //! a child that did. The process limit and the disk are reported beside the exit and do not change it.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
@@ -35,6 +35,11 @@ impl Counters {
         let open =
             |path: &Option<std::path::PathBuf>| path.as_deref().and_then(|path: &Path| File::open(path).ok());
         Self { oom: open(&cgroup.oom_file), pids: open(&cgroup.pids_file), layer }
+    }
+
+    /// Does something with the top directory of the writable layer.
+    pub(super) fn with_layer<T>(&self, work: impl FnOnce(BorrowedFd<'_>) -> T) -> T {
+        work(self.layer.as_fd())
     }
 
     pub(super) fn read(&self) -> Counts {

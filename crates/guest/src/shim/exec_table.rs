@@ -17,7 +17,6 @@ use tokio::time::timeout;
 use super::config::Defence;
 use super::exec::{Exec, follow, not_taken};
 use super::lifecycle::{Shim, unix_ms};
-use crate::connection::Connection;
 use crate::convert;
 use crate::frames::{Body, FRAME_MAX_BYTES};
 use crate::spool::{self, Writer};
@@ -136,6 +135,10 @@ pub(super) async fn start(
     if shim.is_stopping() || shim.has_ended() {
         return Err(Refusal::new(ErrorKind::NotRunning, "the sandbox is ending"));
     }
+    if !shim.identity.borrow().is_claimed {
+        // A program's files and processes would be there when the next owner comes.
+        return Err(Refusal::new(ErrorKind::NotRunning, "the sandbox is nobody's yet"));
+    }
     let evicted = shim.execs.evict(usize::try_from(shim.config.execs_max).unwrap_or(usize::MAX))?;
     for dir in evicted {
         // Runs while the guest agent forks. What cannot be removed now is removed with the session.
@@ -177,7 +180,7 @@ fn check(start: &guest::StartExec) -> Result<(ExecId, ExecSpec), Refusal> {
 
 /// Makes the exec's directory and writes what is asked of it before anything runs.
 fn create(shim: &Shim, record: &ExecRecord) -> Result<Exec, Refusal> {
-    let dir = shim.config.exec_dir.join(record.exec_id.as_str());
+    let dir = shim.identity.borrow().exec_dir.join(record.exec_id.as_str());
     let result = DirBuilder::new().recursive(true).mode(0o700).create(&dir);
     result.map_err(|error| Refusal::internal(&error))?;
     spool::write_spec(&dir, record).map_err(|error| {
@@ -196,7 +199,7 @@ async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, start: guest::StartExec) {
     // The counts from before it could do anything.
     let before = shim.counters.read();
     let opened = timeout(GUEST_DEADLINE, async {
-        let mut connection = Connection::open(&shim.guest_socket, &shim.config.sandbox_id, start).await?;
+        let mut connection = shim.dial_guest(start).await?;
         let answer = connection.reader.expect().await?;
         Ok::<_, crate::connection::OpenError>((connection, answer))
     });

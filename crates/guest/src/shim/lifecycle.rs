@@ -1,11 +1,10 @@
 //! From a started pid 1 to the end of the shim.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener as StdListener;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -21,9 +20,10 @@ use tokio::time::timeout;
 use super::config::{SandboxExitRecord, ShimConfig, ShimReport};
 use super::counters::{Counters, Counts};
 use super::exec_table::ExecTable;
+use super::identity::Identity;
 use super::{StartError, report, serve};
 use crate::build::StartedSandbox;
-use crate::connection::Connection;
+use crate::connection::{Connection, OpenError};
 use crate::frames::Body;
 
 /// How long pid 1 may take from its start to its first answer.
@@ -36,15 +36,18 @@ const STOP_SLACK: Duration = Duration::from_millis(1500);
 /// What every task of the shim shares.
 pub(super) struct Shim {
     pub(super) config: ShimConfig,
-    pub(super) guest_socket: PathBuf,
+    /// Who the sandbox is; a claim changes it.
+    pub(super) identity: RefCell<Identity>,
     pub(super) counters: Counters,
     pub(super) execs: ExecTable,
     /// Tasks that write output down.
     pub(super) following: Tasks,
     /// Tasks that serve a connection.
     pub(super) serving: Tasks,
-    pub(super) facts: Vec<(String, String)>,
+    pub(super) facts: RefCell<Vec<(String, String)>>,
     pub(super) timings: Vec<(String, u64)>,
+    /// The host's name is not this process's.
+    pub(super) shares_name: bool,
     pidfd: AsyncFd<OwnedFd>,
     stopping: Cell<bool>,
     pid1_ended: watch::Sender<bool>,
@@ -89,7 +92,7 @@ impl Shim {
                 grace_ms: crate::convert::millis_to_wire(grace),
                 ..guest::StopSandbox::default()
             };
-            Connection::open(&self.guest_socket, &self.config.sandbox_id, request).await.is_ok()
+            self.dial_guest(request).await.is_ok()
         });
         let patience =
             if asked.await == Ok(true) { grace.saturating_add(STOP_SLACK) } else { Duration::ZERO };
@@ -97,6 +100,12 @@ impl Shim {
             self.kill();
         }
         self.gone().await
+    }
+
+    /// Opens a connection to the guest agent, which knows the id that it was started with.
+    pub(super) async fn dial_guest(&self, request: impl Into<Body>) -> Result<Connection, OpenError> {
+        let socket = self.identity.borrow().guest_socket();
+        Connection::open(&socket, &self.config.sandbox_id, request).await
     }
 
     fn kill(&self) {
@@ -174,7 +183,7 @@ async fn prepare(
     let asking = async {
         let request = guest::GetSandbox::default();
         let mut connection = Connection::open(&started.guest_socket, &config.sandbox_id, request).await?;
-        Ok::<_, crate::connection::OpenError>(connection.reader.expect().await?)
+        Ok::<_, OpenError>(connection.reader.expect().await?)
     };
     let answer = tokio::select! {
         biased;
@@ -196,20 +205,21 @@ async fn prepare(
         started.timings.into_iter().map(|(step, elapsed)| (step, micros(elapsed))).collect();
     timings.push(("guest_agent".to_owned(), micros(begin.elapsed())));
     let shim = Rc::new(Shim {
-        guest_socket: started.guest_socket,
+        identity: RefCell::new(Identity::of(&config)),
         counters: Counters::open(&config.cgroup, started.layer_fd),
         execs: ExecTable::load(&config.exec_dir),
         following: Tasks::default(),
         serving: Tasks::default(),
-        facts,
+        facts: RefCell::new(facts),
         timings,
+        shares_name: started.shares_name,
         pidfd,
         stopping: Cell::new(false),
         pid1_ended: watch::Sender::new(false),
         gone: watch::Sender::new(None),
         config,
     });
-    report(&ShimReport::Ready { facts: shim.facts.clone(), timings: shim.timings.clone() });
+    report(&ShimReport::Ready { facts: shim.facts.borrow().clone(), timings: shim.timings.clone() });
     Ok((shim, listener))
 }
 
@@ -246,8 +256,8 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
     // Every guest connection is at its end now, so that this takes as long as the last bytes take to be written.
     let _ = timeout(FLUSH, shim.following.at_most(0)).await;
     let record = classify(&shim, status, before);
-    let path = shim.config.sandbox_dir.join("exit.json");
-    let unfinished = shim.config.sandbox_dir.join("exit.json.tmp");
+    let directory = shim.identity.borrow().sandbox_dir.clone();
+    let (path, unfinished) = (directory.join("exit.json"), directory.join("exit.json.tmp"));
     // Without the file the host agent finds a dead shim and says so.
     let _ = serde_json::to_vec(&record)
         .map_err(std::io::Error::from)

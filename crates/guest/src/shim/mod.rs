@@ -18,6 +18,7 @@ pub mod config;
 mod counters;
 mod exec;
 mod exec_table;
+mod identity;
 mod lifecycle;
 #[cfg(debug_assertions)]
 mod plain;

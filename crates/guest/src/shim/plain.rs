@@ -47,6 +47,7 @@ pub(super) fn start(config: &ShimConfig) -> io::Result<StartedSandbox> {
         pidfd: rustix::process::pidfd_open(pid, PidfdFlags::empty())?,
         guest_socket,
         layer_fd: layer,
+        shares_name: false,
         timings: Vec::new(),
     })
 }

@@ -15,8 +15,7 @@ use tokio::time::{sleep, timeout};
 use super::exec::Exec;
 use super::exec_table::{GUEST_DEADLINE, Refusal, start};
 use super::lifecycle::Shim;
-use super::stream;
-use crate::connection::Connection;
+use super::{identity, stream};
 use crate::convert;
 use crate::frames::{self, Body, FrameError, FrameReader, FrameWriter, error};
 
@@ -54,7 +53,7 @@ async fn serve(shim: Rc<Shim>, stream: UnixStream) -> Result<(), FrameError> {
     let greeting = async {
         let hello = reader.expect().await?;
         match (frames::check_hello(&hello), hello) {
-            (Ok(reply), Body::Hello(hello)) if hello.sandbox_id == shim.config.sandbox_id => {
+            (Ok(reply), Body::Hello(hello)) if hello.sandbox_id == shim.identity.borrow().sandbox_id => {
                 writer.queue(reply)?;
                 reader.expect().await.map(Some)
             }
@@ -113,6 +112,10 @@ async fn serve(shim: Rc<Shim>, stream: UnixStream) -> Result<(), FrameError> {
             let record = shim.stop(Duration::from_millis(request.grace_ms)).await;
             writer.send(exit_answer(record)).await
         }
+        Body::ClaimSandbox(request) => {
+            let claimed = identity::claim(&shim, &request);
+            writer.send(answer(claimed, |()| sandbox(&shim))).await
+        }
         _ => writer.send(error(ErrorKind::Invalid, "a shim does not serve this")).await,
     }
 }
@@ -155,8 +158,8 @@ fn sandbox(shim: &Shim) -> Body {
         ..guest::StepTiming::default()
     };
     guest::Sandbox {
-        sandbox_id: shim.config.sandbox_id.clone(),
-        facts: shim.facts.iter().map(fact).collect(),
+        sandbox_id: shim.identity.borrow().sandbox_id.clone(),
+        facts: shim.facts.borrow().iter().map(fact).collect(),
         timings: shim.timings.iter().map(timing).collect(),
         ..guest::Sandbox::default()
     }
@@ -193,7 +196,7 @@ pub(super) async fn signal(shim: &Shim, request: guest::SignalExec) -> Result<()
         return Ok(());
     }
     let asked = timeout(GUEST_DEADLINE, async {
-        let mut connection = Connection::open(&shim.guest_socket, &shim.config.sandbox_id, request).await?;
+        let mut connection = shim.dial_guest(request).await?;
         Ok::<_, crate::connection::OpenError>(connection.reader.expect().await?)
     });
     match asked.await {
@@ -231,7 +234,7 @@ pub(super) async fn write_stdin(shim: &Shim, request: guest::WriteStdin) -> Resu
                 connection.writer.send(request).await?;
                 connection
             }
-            None => Connection::open(&shim.guest_socket, &shim.config.sandbox_id, request).await?,
+            None => shim.dial_guest(request).await?,
         };
         let answer = connection.reader.expect().await?;
         Ok::<_, crate::connection::OpenError>((connection, answer))

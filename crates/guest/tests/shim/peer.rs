@@ -49,6 +49,7 @@ pub fn config(dir: &std::path::Path) -> ShimConfig {
         cwd: "/".to_owned(),
         spool_max_bytes: 4 * 1024 * 1024,
         execs_max: 64,
+        warm: false,
         defences_off: Vec::new(),
     }
 }

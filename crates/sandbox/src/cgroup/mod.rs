@@ -175,6 +175,13 @@ pub trait CgroupDriver: Send + Sync {
     ///
     /// What the kernel refused; the caller removes the plan's groups.
     fn create(&self, groups: &GroupSet, limits: &GroupLimits) -> Result<JoinFiles, CgroupError>;
+
+    /// Gives groups that exist these limits.
+    ///
+    /// # Errors
+    ///
+    /// What the kernel refused, for example less memory than is in use.
+    fn limit(&self, groups: &GroupSet, limits: &GroupLimits) -> Result<(), CgroupError>;
 }
 
 /// Returns the driver for this machine's control groups.

@@ -3,13 +3,13 @@
 //! Each controller may be mounted alone or together with others, and this process may sit in another group of each: the
 //! parent is resolved for every hierarchy by itself. Kernel documentation: `admin-guide/cgroup-v1/`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cloister_types::Capability;
 
 use super::{
     CgroupDriver, CgroupError, Controller, GroupLimits, GroupSet, Hierarchy, JoinFiles, base_path,
-    cgroup_mounts, make_groups, visible_group, write,
+    cgroup_mounts, make_groups, read, visible_group, write,
 };
 
 /// Length of the period in which a group may use its share of the processors.
@@ -114,18 +114,27 @@ impl CgroupDriver for V1Driver {
             let (agent, work) = (hierarchy.base.join("agent"), hierarchy.base.join("work"));
             for controller in &hierarchy.controllers {
                 match controller {
+                    Controller::Memory => files.oom_file = work.join("memory.oom_control"),
+                    Controller::Pids => files.pids_file = work.join("pids.events"),
+                    Controller::Cpu => {}
+                }
+            }
+            // `tasks` and not `cgroup.procs`: a process that moves only itself needs no lock of the thread group.
+            files.agent.push(agent.join("tasks"));
+            files.work.push(work.join("tasks"));
+        }
+        self.limit(groups, limits)?;
+        Ok(files)
+    }
+
+    fn limit(&self, groups: &GroupSet, limits: &GroupLimits) -> Result<(), CgroupError> {
+        for hierarchy in &groups.hierarchies {
+            let (agent, work) = (hierarchy.base.join("agent"), hierarchy.base.join("work"));
+            for controller in &hierarchy.controllers {
+                match controller {
                     Controller::Memory => {
-                        for (group, bytes) in
-                            [(&agent, limits.agent_memory_bytes), (&work, limits.work_memory_bytes)]
-                        {
-                            write(&group.join("memory.limit_in_bytes"), &bytes.to_string())?;
-                            // Memory and swap together: without this, whatever swap the host has comes on top.
-                            let with_swap = group.join("memory.memsw.limit_in_bytes");
-                            if with_swap.exists() {
-                                write(&with_swap, &bytes.to_string())?;
-                            }
-                        }
-                        files.oom_file = work.join("memory.oom_control");
+                        limit_memory(&agent, limits.agent_memory_bytes)?;
+                        limit_memory(&work, limits.work_memory_bytes)?;
                     }
                     Controller::Cpu => {
                         // On the parent of both, so that output through the agent counts too.
@@ -138,16 +147,26 @@ impl CgroupDriver for V1Driver {
                     Controller::Pids => {
                         write(&agent.join("pids.max"), &limits.agent_pids.to_string())?;
                         write(&work.join("pids.max"), &limits.work_pids.to_string())?;
-                        files.pids_file = work.join("pids.events");
                     }
                 }
             }
-            // `tasks` and not `cgroup.procs`: a process that moves only itself needs no lock of the thread group.
-            files.agent.push(agent.join("tasks"));
-            files.work.push(work.join("tasks"));
         }
-        Ok(files)
+        Ok(())
     }
+}
+
+/// Limits memory, and memory and swap together: without that, whatever swap the host has comes on top. The kernel
+/// refuses a moment in which memory alone may be more than both, so that the order depends on the direction.
+fn limit_memory(group: &Path, bytes: u64) -> Result<(), CgroupError> {
+    let (memory, with_swap) =
+        (group.join("memory.limit_in_bytes"), group.join("memory.memsw.limit_in_bytes"));
+    let text = bytes.to_string();
+    if !with_swap.exists() {
+        return write(&memory, &text);
+    }
+    let raises = read(&with_swap)?.trim().parse().is_ok_and(|now: u64| now < bytes);
+    let order = if raises { [with_swap, memory] } else { [memory, with_swap] };
+    order.iter().try_for_each(|file| write(file, &text))
 }
 
 #[cfg(test)]

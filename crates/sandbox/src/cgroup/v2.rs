@@ -131,15 +131,27 @@ impl CgroupDriver for V2Driver {
                 write(&instance.join("cgroup.subtree_control"), "+memory +cpu +pids")?;
             }
             write(&base.join("cgroup.subtree_control"), "+memory +cpu +pids")?;
+            let (agent, work) = (base.join("agent"), base.join("work"));
+            files.agent.push(agent.join("cgroup.procs"));
+            files.oom_file = work.join("memory.events");
+            files.pids_file = work.join("pids.events");
+            files.work.push(work.join("cgroup.procs"));
+        }
+        self.limit(groups, limits)?;
+        Ok(files)
+    }
+
+    fn limit(&self, groups: &GroupSet, limits: &GroupLimits) -> Result<(), CgroupError> {
+        for hierarchy in &groups.hierarchies {
+            let base = &hierarchy.base;
             let quota = u64::from(limits.cpu_millis) * CPU_PERIOD_US / 1000;
             write(&base.join("cpu.max"), &format!("{quota} {CPU_PERIOD_US}"))?;
             // Weight 100 is one processor; the kernel takes 1 to 10,000.
             let weight = (limits.cpu_millis / 10).clamp(1, 10_000);
             write(&base.join("cpu.weight"), &weight.to_string())?;
-            let (agent, work) = (base.join("agent"), base.join("work"));
             for (group, bytes, pids) in [
-                (&agent, limits.agent_memory_bytes, limits.agent_pids),
-                (&work, limits.work_memory_bytes, limits.work_pids),
+                (base.join("agent"), limits.agent_memory_bytes, limits.agent_pids),
+                (base.join("work"), limits.work_memory_bytes, limits.work_pids),
             ] {
                 write(&group.join("memory.max"), &bytes.to_string())?;
                 // Absent on a kernel without swap accounting, where there is then nothing to limit.
@@ -149,12 +161,8 @@ impl CgroupDriver for V2Driver {
                 }
                 write(&group.join("pids.max"), &pids.to_string())?;
             }
-            files.agent.push(agent.join("cgroup.procs"));
-            files.oom_file = work.join("memory.events");
-            files.pids_file = work.join("pids.events");
-            files.work.push(work.join("cgroup.procs"));
         }
-        Ok(files)
+        Ok(())
     }
 }
 

@@ -21,6 +21,14 @@ pub(super) fn keep(sandbox_id: &SandboxId, child: Child) {
     children().insert(sandbox_id.clone(), child);
 }
 
+/// Keeps a sandbox's shim under the id that the sandbox has from now on.
+pub(super) fn rename(from: &SandboxId, to: &SandboxId) {
+    let mut children = children();
+    if let Some(child) = children.remove(from) {
+        children.insert(to.clone(), child);
+    }
+}
+
 /// Returns whether this process started the sandbox's shim and has not waited for its end yet.
 pub(super) fn has(sandbox_id: &SandboxId) -> bool {
     children().contains_key(sandbox_id)

@@ -17,7 +17,7 @@ use tokio::sync::OwnedMutexGuard;
 
 use super::sandbox::NamespaceSandbox;
 use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
-use crate::backend::{Created, SandboxError, SandboxSpec, StepTiming};
+use crate::backend::{Created, HostPaths, SandboxError, SandboxSpec, StepTiming};
 use crate::cgroup::{GroupLimits, JoinFiles};
 use crate::disk::DiskError;
 use crate::id_range::{IdRangeError, ensure_session_dir};
@@ -35,14 +35,41 @@ const LOG_TAIL_CHARS: usize = 400;
 impl NamespaceBackend {
     pub(super) async fn create_sandbox(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
         check_spec(spec)?;
-        let guard = self.inner.session_lock(&spec.session_id).lock_owned().await;
+        // What is asked for now comes before what is made ready for later.
+        let _first = self.inner.warm.hold_back();
+        let mut guard = self.inner.session_lock(&spec.session_id).lock_owned().await;
         if let Some(created) = self.running_instead(spec).await? {
             return Ok(created);
         }
+        if let Some(warm) = self.take_warm(spec) {
+            match self.claim(spec, warm, guard).await {
+                Ok(created) => return Ok(created),
+                Err(error) => {
+                    tracing::warn!(session_id = %spec.session_id, error = %chain(&error), "a warm sandbox could not be used; making another");
+                }
+            }
+            guard = self.inner.session_lock(&spec.session_id).lock_owned().await;
+            if let Some(created) = self.running_instead(spec).await? {
+                return Ok(created);
+            }
+        }
+        let built = self.build(self.inner.paths().clone(), spec, guard).await?;
+        let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), built.intent));
+        self.inner.keep(&sandbox);
+        Ok(Created { sandbox, facts: built.facts, timings: built.timings })
+    }
+
+    /// Builds a sandbox below `paths`, from its intent to the shim's word that it runs.
+    pub(super) async fn build(
+        &self,
+        paths: HostPaths,
+        spec: &SandboxSpec,
+        guard: OwnedMutexGuard<()>,
+    ) -> Result<Built, SandboxError> {
         let mut steps = Steps::new();
         let inner = Arc::clone(&self.inner);
         let wanted = spec.clone();
-        let prepared = blocking("prepare sandbox", move || prepare(&inner, &wanted, guard)).await?;
+        let prepared = blocking("prepare sandbox", move || prepare(&inner, paths, &wanted, guard)).await?;
         let Prepared { undo, timings, stdout, log } = prepared;
         steps.timings = timings;
         steps.restart();
@@ -50,10 +77,7 @@ impl NamespaceBackend {
             Ok((facts, timings)) => {
                 steps.done("shim");
                 steps.timings.extend(timings);
-                let intent = undo.keep();
-                let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent));
-                self.inner.keep(&sandbox);
-                Ok(Created { sandbox, facts, timings: steps.timings })
+                Ok(Built { intent: undo.keep(), facts, timings: steps.timings })
             }
             Err(error) => {
                 undo.run().await;
@@ -97,14 +121,21 @@ fn check_spec(spec: &SandboxSpec) -> Result<(), SandboxError> {
     spec.limits.validate().map(drop).map_err(|error| SandboxError::Invalid(error.to_string()))
 }
 
-/// Measures steps one after the other.
-struct Steps {
-    since: Instant,
+/// A sandbox that was built.
+pub(super) struct Built {
+    pub(super) intent: Intent,
+    facts: Vec<IsolationFact>,
     timings: Vec<StepTiming>,
 }
 
+/// Measures steps one after the other.
+pub(super) struct Steps {
+    since: Instant,
+    pub(super) timings: Vec<StepTiming>,
+}
+
 impl Steps {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self { since: Instant::now(), timings: Vec::new() }
     }
 
@@ -112,7 +143,7 @@ impl Steps {
         self.since = Instant::now();
     }
 
-    fn done(&mut self, step: &str) {
+    pub(super) fn done(&mut self, step: &str) {
         self.timings.push(StepTiming { step: step.to_owned(), elapsed: self.since.elapsed() });
         self.restart();
     }
@@ -120,21 +151,28 @@ impl Steps {
 
 /// What is taken so far, and how to give it back. Dropping it unfinished (the caller went away) takes everything down on
 /// a thread of its own, which keeps the session locked meanwhile.
-struct Undo {
+pub(super) struct Undo {
     armed: Option<Taken>,
 }
 
-struct Taken {
-    inner: Arc<Inner>,
-    intent: Intent,
+pub(super) struct Taken {
+    pub(super) inner: Arc<Inner>,
+    /// Below which it lies.
+    pub(super) paths: HostPaths,
+    pub(super) intent: Intent,
     /// The session has nothing but what this call made.
-    is_new_session: bool,
-    _guard: OwnedMutexGuard<()>,
+    pub(super) is_new_session: bool,
+    pub(super) _guard: OwnedMutexGuard<()>,
 }
 
 impl Taken {
-    fn take_down(&self) {
-        let paths = self.inner.paths();
+    /// Returns the duty to take it down unless it is kept.
+    pub(super) fn undo(self) -> Undo {
+        Undo { armed: Some(self) }
+    }
+
+    pub(super) fn take_down(&self) {
+        let paths = &self.paths;
         // A shim in the middle of its work would go on taking what is given back here.
         children::kill(&self.intent.sandbox_id);
         if let Err(error) = reap::reap(paths, &self.intent, &self.inner.boot_id, true) {
@@ -151,11 +189,11 @@ impl Taken {
 
 impl Undo {
     /// Ends the guard's duty: the sandbox runs.
-    fn keep(mut self) -> Intent {
+    pub(super) fn keep(mut self) -> Intent {
         self.armed.take().expect("an undo is kept or run once").intent
     }
 
-    async fn run(mut self) {
+    pub(super) async fn run(mut self) {
         if let Some(taken) = self.armed.take() {
             // A failure is logged inside, and the intent stays on disk for the next one.
             let _ = tokio::task::spawn_blocking(move || taken.take_down()).await;
@@ -187,11 +225,11 @@ struct Prepared {
 /// Takes what a sandbox needs, after writing down what that is. On an error everything is given back.
 fn prepare(
     inner: &Arc<Inner>,
+    paths: HostPaths,
     spec: &SandboxSpec,
     guard: OwnedMutexGuard<()>,
 ) -> Result<Prepared, SandboxError> {
     let mut steps = Steps::new();
-    let paths = inner.paths();
     let cgroups = inner
         .cgroups
         .as_ref()
@@ -200,7 +238,7 @@ fn prepare(
     let disk = inner.disk.plan(&session_dir, spec.limits.disk).map_err(disk_error)?;
     let is_new_session = ensure_session_dir(&session_dir)
         .map_err(|error| SandboxError::failed("make the session's directory", error))?;
-    let ids = record_session(inner, spec);
+    let ids = record_session(inner, &paths, spec);
     let ids = match ids {
         Ok(ids) => ids,
         Err(error) => {
@@ -223,14 +261,12 @@ fn prepare(
         socket: paths.shim_socket(&spec.sandbox_id),
         disk,
         guest: inner.guest.clone(),
+        shim_config: None,
         created_unix_ms: unix_ms(),
     };
-    let taken = Taken { inner: Arc::clone(inner), intent: intent.clone(), is_new_session, _guard: guard };
-    let result = take(inner, &intent, cgroups.as_ref(), &mut steps);
-    match result {
-        Ok((stdout, log)) => {
-            Ok(Prepared { undo: Undo { armed: Some(taken) }, timings: steps.timings, stdout, log })
-        }
+    let taken = Taken { inner: Arc::clone(inner), paths, intent, is_new_session, _guard: guard };
+    match take(inner, &taken.paths, &taken.intent, cgroups.as_ref(), &mut steps) {
+        Ok((stdout, log)) => Ok(Prepared { undo: taken.undo(), timings: steps.timings, stdout, log }),
         Err(error) => {
             taken.take_down();
             Err(error)
@@ -239,8 +275,12 @@ fn prepare(
 }
 
 /// Writes the session's record, or checks the one that is there, and returns its range of ids.
-fn record_session(inner: &Inner, spec: &SandboxSpec) -> Result<crate::id_range::IdRange, SandboxError> {
-    let file = inner.paths().session_dir(&spec.session_id).join(SESSION_FILE);
+fn record_session(
+    inner: &Inner,
+    paths: &HostPaths,
+    spec: &SandboxSpec,
+) -> Result<crate::id_range::IdRange, SandboxError> {
+    let file = paths.session_dir(&spec.session_id).join(SESSION_FILE);
     let failed = |error| SandboxError::failed("record the session", error);
     let kept: Option<SessionRecord> = read_record(&file).map_err(failed)?;
     if let Some(mut kept) = kept {
@@ -265,11 +305,11 @@ fn record_session(inner: &Inner, spec: &SandboxSpec) -> Result<crate::id_range::
 
 fn take(
     inner: &Inner,
+    paths: &HostPaths,
     intent: &Intent,
     cgroups: &dyn crate::cgroup::CgroupDriver,
     steps: &mut Steps,
 ) -> Result<(ChildStdout, PathBuf), SandboxError> {
-    let paths = inner.paths();
     let directory = paths.sandbox_dir(&intent.sandbox_id);
     layout::ensure_private_dir(&directory)
         .map_err(|error| SandboxError::failed("make the sandbox's directory", error))?;
@@ -285,7 +325,7 @@ fn take(
     layout::ensure_private_dir(&execs)
         .map_err(|error| SandboxError::failed("make the directory of execs", error))?;
     steps.done("layer");
-    let config = shim_config(inner, intent, files);
+    let config = shim_config(inner, paths, intent, files);
     write_record(&directory.join("shim.json"), &config, false)
         .map_err(|error| SandboxError::failed("write the shim's configuration", error))?;
     let log = directory.join("shim.log");
@@ -295,7 +335,7 @@ fn take(
     Ok((stdout, log))
 }
 
-fn disk_error(error: DiskError) -> SandboxError {
+pub(super) fn disk_error(error: DiskError) -> SandboxError {
     let is_full = |source: &io::Error| source.kind() == io::ErrorKind::StorageFull;
     match &error {
         DiskError::CannotShrink { .. } => SandboxError::Invalid(error.to_string()),
@@ -304,8 +344,7 @@ fn disk_error(error: DiskError) -> SandboxError {
     }
 }
 
-fn shim_config(inner: &Inner, intent: &Intent, files: JoinFiles) -> ShimConfig {
-    let paths = inner.paths();
+fn shim_config(inner: &Inner, paths: &HostPaths, intent: &Intent, files: JoinFiles) -> ShimConfig {
     ShimConfig {
         sandbox_id: intent.sandbox_id.to_string(),
         hostname: intent.hostname.clone(),
@@ -331,6 +370,7 @@ fn shim_config(inner: &Inner, intent: &Intent, files: JoinFiles) -> ShimConfig {
         cwd: inner.config.cwd.clone(),
         spool_max_bytes: inner.config.spool_max_bytes,
         execs_max: inner.config.execs_max,
+        warm: paths.data_dir != inner.paths().data_dir,
         defences_off: inner.config.defences_off.clone(),
     }
 }

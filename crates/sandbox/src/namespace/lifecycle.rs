@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use cloister_guest::client::ClientError;
 use cloister_types::{SandboxId, SessionId};
 
 use super::reap;
@@ -25,6 +26,7 @@ enum Found {
 
 impl NamespaceBackend {
     pub(super) async fn adopt_all(&self) -> Result<(Vec<Arc<NamespaceSandbox>>, Vec<Gone>), SandboxError> {
+        self.discard_left_warm().await?;
         let paths = self.inner.paths().clone();
         blocking("sweep", move || {
             reap::sweep(&paths).map_err(|error| SandboxError::failed("finish earlier removals", error))
@@ -96,6 +98,8 @@ impl NamespaceBackend {
         while sandbox.is_alive() {
             match sandbox.answers().await {
                 Ok(()) => return true,
+                // It was warm, and a crash came before it was told whose it is.
+                Err(ClientError::NotFound(_)) => return false,
                 Err(error) if Instant::now() >= deadline => {
                     tracing::warn!(sandbox_id = %sandbox.spec().sandbox_id, error = %chain(&error), "a shim lives and does not answer");
                     return false;

@@ -6,6 +6,8 @@
 //!                                          ▼
 //!                                         undo: the same code that reaps after a crash
 //!
+//!  create, when a warm one is there: session and sandbox directories renamed ─► shim told whose it is
+//!
 //!  end:     stop | pid 1 dies | shim dies ─► kill what is in the groups ─► groups removed ─► layer detached
 //!                                            ─► exec records sealed ─► sandbox directory removed ─► Gone
 //! ```
@@ -25,6 +27,7 @@ mod lifecycle;
 mod probe;
 mod reap;
 mod sandbox;
+mod warm;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -44,6 +47,7 @@ use crate::guest_binary;
 use crate::id_range::IdRangeAllocator;
 use crate::intent;
 use sandbox::{NamespaceSandbox, SpoolOutput};
+use warm::WarmPool;
 
 /// How a host wants its namespace sandboxes.
 #[derive(Debug, Clone)]
@@ -60,6 +64,8 @@ pub struct NamespaceConfig {
     pub env: BTreeMap<String, String>,
     /// Directory of an exec that names none.
     pub cwd: String,
+    /// Sandboxes that are kept ready for sessions to come; 0 makes each only when it is asked for.
+    pub warm_sandboxes: usize,
     /// Defences left off, for the controls of hostile tests; refused by a guest built without debug assertions.
     pub defences_off: Vec<Defence>,
 }
@@ -79,6 +85,7 @@ impl NamespaceConfig {
             allow_tmpfs: false,
             env: env.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
             cwd: "/workspace".to_owned(),
+            warm_sandboxes: 0,
             defences_off: Vec::new(),
         }
     }
@@ -99,6 +106,7 @@ struct Inner {
     cgroups: Result<Box<dyn CgroupDriver>, String>,
     disk: DiskDriver,
     ids: IdRangeAllocator,
+    warm: WarmPool,
     sandboxes: Mutex<HashMap<SessionId, Arc<NamespaceSandbox>>>,
     locks: Mutex<HashMap<SessionId, Weak<tokio::sync::Mutex<()>>>>,
 }
@@ -127,6 +135,7 @@ impl NamespaceBackend {
             cgroups,
             disk: DiskDriver::detect(&paths.data_dir, config.allow_tmpfs),
             ids: IdRangeAllocator::new(paths.clone()),
+            warm: WarmPool::new(config.warm_sandboxes),
             sandboxes: Mutex::default(),
             locks: Mutex::default(),
             config,
@@ -182,6 +191,18 @@ impl Backend for NamespaceBackend {
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
         self.create_sandbox(spec).await
+    }
+
+    async fn needs_warm(&self) {
+        self.inner.warm.needs_one().await;
+    }
+
+    async fn make_warm(&self) -> Result<(), SandboxError> {
+        self.make_warm_sandbox().await
+    }
+
+    async fn drop_warm(&self) -> Result<(), SandboxError> {
+        self.drop_warm_sandboxes().await
     }
 
     async fn adopt(&self) -> Result<(Vec<Arc<dyn Sandbox>>, Vec<Gone>), SandboxError> {

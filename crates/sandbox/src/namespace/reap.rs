@@ -65,14 +65,15 @@ pub(super) fn is_shim_alive(sandbox_dir: &Path) -> bool {
 fn end_processes(intent: &Intent, directory: &Path) -> Result<(), SandboxError> {
     let deadline = Instant::now() + DEADLINE;
     let failed = |error| SandboxError::failed("end the sandbox's processes", error);
+    let config = intent.shim_config.clone().unwrap_or_else(|| directory.join("shim.json"));
     if !children::has(&intent.sandbox_id) && !is_shim_alive(directory) {
         // One that an earlier process started may be starting still: without its parent it would build a sandbox that nobody knows.
-        kill_shim(directory);
+        kill_shim(&config);
     }
     intent.groups.kill_all(deadline).map_err(failed)?;
     // Pid 1 is dead, and the shim ends by itself as soon as it has written why.
     if !wait_for_shim(directory, Instant::now() + SHIM_GRACE) {
-        kill_shim(directory);
+        kill_shim(&config);
         if !wait_for_shim(directory, deadline) {
             return Err(SandboxError::failed("end the shim", "it still holds its lock after SIGKILL"));
         }
@@ -104,20 +105,19 @@ fn wait_for_shim(directory: &Path, deadline: Instant) -> bool {
 
 /// Kills the processes whose command line is this sandbox's shim. Its configuration's path has the sandbox's id in it,
 /// which nobody else's has.
-fn kill_shim(directory: &Path) {
-    let config = directory.join("shim.json");
+fn kill_shim(config: &Path) {
     let Ok(processes) = fs::read_dir("/proc") else { return };
     for entry in processes.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
-        if !is_shim_of(&entry.path(), &config) {
+        if !is_shim_of(&entry.path(), config) {
             continue;
         }
         let Some(pid) = Pid::from_raw(pid) else { continue };
         let Ok(pinned) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) else { continue };
         // The number may have gone to another process before it was pinned.
-        if is_shim_of(&entry.path(), &config) {
+        if is_shim_of(&entry.path(), config) {
             // It may have ended by now, which is what was wanted.
             let _ = rustix::process::pidfd_send_signal(pinned.as_fd(), Signal::KILL);
         }
@@ -220,6 +220,7 @@ mod tests {
             socket: paths.shim_socket(&sandbox_id),
             disk: DiskConfig::Tmpfs { bytes: 1 },
             guest: "/nonexistent".into(),
+            shim_config: None,
             created_unix_ms: 0,
         }
     }

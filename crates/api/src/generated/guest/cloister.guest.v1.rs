@@ -249,6 +249,14 @@ impl ::buffa::Message for Message {
                         += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::message::Message::ClaimSandbox(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
                 __buffa::oneof::message::Message::Exec(x) => {
                     let __slot = __cache.reserve();
                     let inner = x.compute_size(__cache);
@@ -442,6 +450,14 @@ impl ::buffa::Message for Message {
                 __buffa::oneof::message::Message::StopSandbox(x) => {
                     ::buffa::types::put_len_delimited_header(
                         19u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::ClaimSandbox(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        20u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -797,6 +813,26 @@ impl ::buffa::Message for Message {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::message::Message::StopSandbox(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            20u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::ClaimSandbox(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::ClaimSandbox(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -2702,6 +2738,160 @@ impl ::buffa::Message for StopSandbox {
 }
 impl ::buffa::ExtensionSet for StopSandbox {
     const PROTO_FQN: &'static str = "cloister.guest.v1.StopSandbox";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Gives a warm sandbox its identity, once; answers `Sandbox`. From then on the shim serves `sandbox_id` only.
+#[derive(Clone, PartialEq, Default)]
+pub struct ClaimSandbox {
+    /// Field 1: `sandbox_id`
+    pub sandbox_id: ::buffa::alloc::string::String,
+    /// Field 2: `hostname`
+    pub hostname: ::buffa::alloc::string::String,
+    /// Where `exit.json`, the lock and the guest's socket are by now.
+    ///
+    /// Field 3: `sandbox_dir`
+    pub sandbox_dir: ::buffa::alloc::string::String,
+    /// Where directories of execs are made from now on.
+    ///
+    /// Field 4: `exec_dir`
+    pub exec_dir: ::buffa::alloc::string::String,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ClaimSandbox {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ClaimSandbox")
+            .field("sandbox_id", &self.sandbox_id)
+            .field("hostname", &self.hostname)
+            .field("sandbox_dir", &self.sandbox_dir)
+            .field("exec_dir", &self.exec_dir)
+            .finish()
+    }
+}
+impl ClaimSandbox {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ClaimSandbox";
+}
+::buffa::impl_default_instance!(ClaimSandbox);
+impl ::buffa::MessageName for ClaimSandbox {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "ClaimSandbox";
+    const FULL_NAME: &'static str = "cloister.guest.v1.ClaimSandbox";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ClaimSandbox";
+}
+impl ::buffa::Message for ClaimSandbox {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.sandbox_id.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.sandbox_id) as u64;
+        }
+        if !self.hostname.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.hostname) as u64;
+        }
+        if !self.sandbox_dir.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.sandbox_dir) as u64;
+        }
+        if !self.exec_dir.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.exec_dir) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.sandbox_id.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.sandbox_id, buf);
+        }
+        if !self.hostname.is_empty() {
+            ::buffa::types::put_string_field(2u32, &self.hostname, buf);
+        }
+        if !self.sandbox_dir.is_empty() {
+            ::buffa::types::put_string_field(3u32, &self.sandbox_dir, buf);
+        }
+        if !self.exec_dir.is_empty() {
+            ::buffa::types::put_string_field(4u32, &self.exec_dir, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.sandbox_id, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.hostname, buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.sandbox_dir, buf)?;
+            }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.exec_dir, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.sandbox_id.clear();
+        self.hostname.clear();
+        self.sandbox_dir.clear();
+        self.exec_dir.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ClaimSandbox {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.ClaimSandbox";
     fn unknown_fields(&self) -> &::buffa::UnknownFields {
         &self.__buffa_unknown_fields
     }
@@ -4780,6 +4970,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    20u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::ClaimSandbox(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::ClaimSandbox(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ClaimSandboxView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     30u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
@@ -5234,6 +5455,15 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::message::Message::ClaimSandbox(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::ClaimSandbox(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                     super::super::__buffa::view::oneof::message::Message::Exec(
                                         v,
                                     ) => {
@@ -5466,6 +5696,16 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::message::Message::StopSandbox(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::ClaimSandbox(
                             x,
                         ) => {
                             let __slot = __cache.reserve();
@@ -5711,6 +5951,16 @@ pub mod __buffa {
                         ) => {
                             ::buffa::types::put_len_delimited_header(
                                 19u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::ClaimSandbox(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                20u32,
                                 u64::from(__cache.consume_next()),
                                 buf,
                             );
@@ -9629,6 +9879,319 @@ pub mod __buffa {
             type View<'a> = StopSandboxView<'a>;
             type ViewHandle = StopSandboxOwnedView;
         }
+        /// Gives a warm sandbox its identity, once; answers `Sandbox`. From then on the shim serves `sandbox_id` only.
+        #[derive(Clone, Debug, Default)]
+        pub struct ClaimSandboxView<'a> {
+            /// Field 1: `sandbox_id`
+            pub sandbox_id: &'a str,
+            /// Field 2: `hostname`
+            pub hostname: &'a str,
+            /// Where `exit.json`, the lock and the guest's socket are by now.
+            ///
+            /// Field 3: `sandbox_dir`
+            pub sandbox_dir: &'a str,
+            /// Where directories of execs are made from now on.
+            ///
+            /// Field 4: `exec_dir`
+            pub exec_dir: &'a str,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ClaimSandboxView<'a> {
+            type Owned = super::super::ClaimSandbox;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.sandbox_id = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.hostname = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.sandbox_dir = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.exec_dir = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ClaimSandbox,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ClaimSandbox,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ClaimSandbox {
+                    sandbox_id: self.sandbox_id.to_string(),
+                    hostname: self.hostname.to_string(),
+                    sandbox_dir: self.sandbox_dir.to_string(),
+                    exec_dir: self.exec_dir.to_string(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ClaimSandboxView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.sandbox_id.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.sandbox_id)
+                                as u64;
+                }
+                if !self.hostname.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.hostname) as u64;
+                }
+                if !self.sandbox_dir.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.sandbox_dir)
+                                as u64;
+                }
+                if !self.exec_dir.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.exec_dir) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.sandbox_id.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.sandbox_id, buf);
+                }
+                if !self.hostname.is_empty() {
+                    ::buffa::types::put_string_field(2u32, &self.hostname, buf);
+                }
+                if !self.sandbox_dir.is_empty() {
+                    ::buffa::types::put_string_field(3u32, &self.sandbox_dir, buf);
+                }
+                if !self.exec_dir.is_empty() {
+                    ::buffa::types::put_string_field(4u32, &self.exec_dir, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for ClaimSandboxView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "ClaimSandbox";
+            const FULL_NAME: &'static str = "cloister.guest.v1.ClaimSandbox";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ClaimSandbox";
+        }
+        ::buffa::impl_default_view_instance!(ClaimSandboxView);
+        ::buffa::impl_view_reborrow!(ClaimSandboxView);
+        /** Self-contained, `'static` owned view of a `ClaimSandbox` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ClaimSandboxView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ClaimSandboxView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ClaimSandboxOwnedView(::buffa::OwnedView<ClaimSandboxView<'static>>);
+        impl ClaimSandboxOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ClaimSandboxOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ClaimSandboxOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ClaimSandbox,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ClaimSandboxOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ClaimSandboxView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ClaimSandboxView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ClaimSandbox {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `sandbox_id`
+            #[must_use]
+            pub fn sandbox_id(&self) -> &'_ str {
+                self.0.reborrow().sandbox_id
+            }
+            /// Field 2: `hostname`
+            #[must_use]
+            pub fn hostname(&self) -> &'_ str {
+                self.0.reborrow().hostname
+            }
+            /// Where `exit.json`, the lock and the guest's socket are by now.
+            ///
+            /// Field 3: `sandbox_dir`
+            #[must_use]
+            pub fn sandbox_dir(&self) -> &'_ str {
+                self.0.reborrow().sandbox_dir
+            }
+            /// Where directories of execs are made from now on.
+            ///
+            /// Field 4: `exec_dir`
+            #[must_use]
+            pub fn exec_dir(&self) -> &'_ str {
+                self.0.reborrow().exec_dir
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ClaimSandboxView<'static>>>
+        for ClaimSandboxOwnedView {
+            fn from(inner: ::buffa::OwnedView<ClaimSandboxView<'static>>) -> Self {
+                ClaimSandboxOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ClaimSandboxOwnedView>
+        for ::buffa::OwnedView<ClaimSandboxView<'static>> {
+            fn from(wrapper: ClaimSandboxOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ClaimSandboxView<'static>>>
+        for ClaimSandboxOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ClaimSandboxView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ClaimSandbox {
+            type View<'a> = ClaimSandboxView<'a>;
+            type ViewHandle = ClaimSandboxOwnedView;
+        }
         #[derive(Clone, Debug, Default)]
         pub struct ExecView<'a> {
             /// Field 1: `exec_id`
@@ -13084,6 +13647,13 @@ pub mod __buffa {
                             >,
                         >,
                     ),
+                    ClaimSandbox(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ClaimSandboxView<
+                                'a,
+                            >,
+                        >,
+                    ),
                     Exec(
                         ::buffa::alloc::boxed::Box<
                             super::super::super::super::__buffa::view::ExecView<'a>,
@@ -13166,6 +13736,9 @@ pub mod __buffa {
                 ),
                 StopSandbox(
                     ::buffa::alloc::boxed::Box<super::super::super::StopSandbox>,
+                ),
+                ClaimSandbox(
+                    ::buffa::alloc::boxed::Box<super::super::super::ClaimSandbox>,
                 ),
                 Exec(::buffa::alloc::boxed::Box<super::super::super::Exec>),
                 ExecList(::buffa::alloc::boxed::Box<super::super::super::ExecList>),
@@ -13320,6 +13893,17 @@ pub mod __buffa {
             impl From<super::super::super::StopSandbox>
             for ::core::option::Option<Message> {
                 fn from(v: super::super::super::StopSandbox) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::ClaimSandbox> for Message {
+                fn from(v: super::super::super::ClaimSandbox) -> Self {
+                    Self::ClaimSandbox(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ClaimSandbox>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ClaimSandbox) -> Self {
                     Self::Some(Message::from(v))
                 }
             }
@@ -13490,6 +14074,10 @@ pub use self::__buffa::view::WatchSandboxOwnedView;
 pub use self::__buffa::view::StopSandboxView;
 #[doc(inline)]
 pub use self::__buffa::view::StopSandboxOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ClaimSandboxView;
+#[doc(inline)]
+pub use self::__buffa::view::ClaimSandboxOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::ExecView;
 #[doc(inline)]
