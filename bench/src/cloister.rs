@@ -64,6 +64,17 @@ impl Target {
     }
 }
 
+/// The fact of a session that says whether its host had the sandbox ready.
+const READY_FACT: &str = "made_ready_before";
+
+/// A session that runs.
+pub(crate) struct Made {
+    /// Its id.
+    pub(crate) id: String,
+    /// The host had its sandbox ready.
+    pub(crate) was_ready: bool,
+}
+
 /// A connection to the Cloister under test.
 pub(crate) struct Cloister {
     connection: Connection,
@@ -91,12 +102,12 @@ impl Cloister {
         Ok(answer.into_owned().version)
     }
 
-    /// Creates a session and returns its id once its sandbox runs.
+    /// Creates a session and returns it once its sandbox runs.
     ///
     /// # Errors
     ///
     /// When it does not become active.
-    pub(crate) async fn create(&self, limits: Limits) -> Result<String> {
+    pub(crate) async fn create(&self, limits: Limits) -> Result<Made> {
         let request = app::CreateSessionRequest {
             request_id: request_id(),
             limits: limits.into(),
@@ -113,7 +124,8 @@ impl Cloister {
             session.reason,
             session.message
         );
-        Ok(session.id.clone())
+        let was_ready = session.facts.iter().any(|fact| fact.name == READY_FACT && fact.value == "true");
+        Ok(Made { id: session.id.clone(), was_ready })
     }
 
     /// Runs a command to its end.

@@ -15,7 +15,7 @@ mod sample;
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use clap::Parser;
 use cloister_api::common::Limits;
 
@@ -25,6 +25,7 @@ use crate::report::Report;
 use crate::sample::{Sample, millis};
 
 const RESULTS: &str = "bench/results.md";
+const DISK_BYTES: u64 = 32 * 1024 * 1024;
 const COMMAND: &str = "cargo run --release -p cloister-bench";
 /// Pause before a create of the unhurried kind: longer than a host needs to refill what it keeps ready.
 const UNHURRIED_PAUSE: Duration = Duration::from_millis(300);
@@ -41,9 +42,25 @@ struct Arguments {
     /// Idle sandboxes whose memory is measured
     #[arg(long, default_value_t = 20)]
     idle: u32,
+    /// Measure this part only
+    #[arg(long, value_enum, conflicts_with = "write")]
+    only: Option<Part>,
     /// Write the table to bench/results.md as well
     #[arg(long)]
     write: bool,
+}
+
+/// One part of the measurement.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// Create → first command
+    Create,
+    /// Exec round trip
+    Exec,
+    /// Many creates at once
+    Burst,
+    /// Memory of idle sandboxes
+    Memory,
 }
 
 fn main() -> Result<()> {
@@ -73,49 +90,72 @@ async fn measure(arguments: &Arguments) -> Result<Report> {
     for reason in skipped {
         report.line(&format!("\nLeft out: {reason}."));
     }
-    let cpu_per_create = create(&cloister, &mut peers, arguments.runs, &mut report).await?;
-    exec(&cloister, &mut peers, arguments.runs, &mut report).await?;
-    burst(&cloister, arguments.burst, cpu_per_create, &mut report).await?;
-    idle_memory(&cloister, arguments.idle, &mut report).await?;
+    let wanted = |part| arguments.only.is_none_or(|only| only == part);
+    if wanted(Part::Create) {
+        create(&cloister, &mut peers, arguments.runs, &mut report).await?;
+    }
+    if wanted(Part::Exec) {
+        exec(&cloister, &mut peers, arguments.runs, &mut report).await?;
+    }
+    if wanted(Part::Burst) {
+        burst(&cloister, arguments.burst, &mut report).await?;
+    }
+    if wanted(Part::Memory) {
+        idle_memory(&cloister, arguments.idle, &mut report).await?;
+    }
     Ok(report)
 }
 
 /// Small enough that many fit on a small machine at once; the CPU is not limited below one.
 fn limits() -> Limits {
-    Limits { memory_bytes: 32 * 1024 * 1024, pids: 32, disk_bytes: 32 * 1024 * 1024, ..Default::default() }
+    Limits { memory_bytes: 32 * 1024 * 1024, pids: 32, disk_bytes: DISK_BYTES, ..Default::default() }
 }
 
-/// Create → first command; returns the CPU time that one create with its command and its deletion costs the machine.
-async fn create(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut Report) -> Result<Duration> {
+/// The same with another size of disk each time: a host keeps sandboxes ready with the size that was asked for last, so
+/// that there is none of this one.
+fn unexpected_limits(run: u32) -> Limits {
+    let grain = u64::from(run % 2 + 1) * 1024 * 1024;
+    Limits { disk_bytes: DISK_BYTES + grain, ..limits() }
+}
+
+/// Create → first command: with a sandbox ready, with none, and one after the other.
+async fn create(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut Report) -> Result<()> {
     eprintln!("create → first command …");
     let mut unhurried = Sample::default();
+    let mut empty = Sample::default();
     let mut hurried = Sample::default();
     let mut theirs: Vec<Sample> = peers.iter().map(|_| Sample::default()).collect();
     // The first one pays for connections, page cache and prepared statements on every side.
-    create_once(cloister).await?;
-    for _ in 0..runs {
+    create_once(cloister, limits()).await?;
+    let mut not_ready = 0u32;
+    for run in 0..runs {
         tokio::time::sleep(UNHURRIED_PAUSE).await;
-        unhurried.add(create_once(cloister).await?);
+        let ready = create_once(cloister, limits()).await?;
+        if ready.was_ready {
+            unhurried.add(ready.elapsed);
+        } else {
+            not_ready += 1;
+        }
         for (peer, sample) in peers.iter_mut().zip(&mut theirs) {
             sample.add(peer.create_and_run()?);
         }
+        let unready = create_once(cloister, unexpected_limits(run)).await?;
+        if !unready.was_ready {
+            empty.add(unready.elapsed);
+        }
+        // Not measured: tells the host which size to keep ready from now on.
+        create_once(cloister, limits()).await?;
     }
-    let idle_share = {
-        let (busy, begin) = (machine::busy_time()?, Instant::now());
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        (machine::busy_time()?.saturating_sub(busy)).div_f64(begin.elapsed().as_secs_f64())
-    };
-    let (busy, begin) = (machine::busy_time()?, Instant::now());
+    ensure!(unhurried.len() > 0, "no sandbox was ready within {} ms", UNHURRIED_PAUSE.as_millis());
     for _ in 0..runs {
-        hurried.add(create_once(cloister).await?);
+        hurried.add(create_once(cloister, limits()).await?.elapsed);
     }
-    let background = idle_share.mul_f64(begin.elapsed().as_secs_f64());
-    let cpu = machine::busy_time()?.saturating_sub(busy).saturating_sub(background) / runs.max(1);
 
     let bubblewrap = peers.iter().position(|peer| peer.name == "bwrap").map(|at| theirs[at].p50());
     let ours = unhurried.p50();
     let mut rows = vec![
-        ("Cloister, with time to prepare between".to_owned(), unhurried),
+        ("Cloister, a sandbox ready".to_owned(), unhurried),
+        ("Cloister, none ready".to_owned(), empty),
         ("Cloister, one after the other".to_owned(), hurried),
     ];
     rows.extend(peers.iter().map(|peer| peer.name.to_owned()).zip(theirs));
@@ -129,25 +169,52 @@ async fn create(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut
             bubblewrap + Duration::from_millis(6),
         );
     }
-    report.line(&format!(
-        "\nCPU time of one create, command and deletion, everything on the machine: {} ms.",
-        millis(cpu)
-    ));
-    Ok(cpu)
+    if not_ready > 0 {
+        report.line(&format!("\n{not_ready} of {runs} found none ready and are left out of the first row."));
+    }
+    Ok(())
 }
 
-async fn create_once(cloister: &Cloister) -> Result<Duration> {
+/// A session that was made, used and deleted.
+struct Once {
+    /// From asking for it to the end of its first command.
+    elapsed: Duration,
+    /// The host had its sandbox ready.
+    was_ready: bool,
+}
+
+async fn create_once(cloister: &Cloister, limits: Limits) -> Result<Once> {
     let begin = Instant::now();
-    let session = cloister.create(limits()).await?;
-    let result = cloister.exec(&session, &["true"]).await;
+    let session = cloister.create(limits).await?;
+    let result = cloister.exec(&session.id, &["true"]).await;
     let elapsed = begin.elapsed();
-    cloister.delete(&session).await?;
-    result.map(|()| elapsed)
+    cloister.delete(&session.id).await?;
+    result.map(|()| Once { elapsed, was_ready: session.was_ready })
+}
+
+/// Returns the CPU time that one create costs the machine, with making the next sandbox ready.
+async fn cpu_per_create(cloister: &Cloister, count: u32, limits: &Limits) -> Result<Duration> {
+    let measure = async |sessions: &mut Vec<String>, count: u32| {
+        let (busy, begin) = (machine::busy_time()?, Instant::now());
+        for _ in 0..count {
+            sessions.push(cloister.create(limits.clone()).await?.id);
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        anyhow::Ok((machine::busy_time()?.saturating_sub(busy), begin.elapsed()))
+    };
+    let mut sessions = Vec::new();
+    let (idle, idle_elapsed) = measure(&mut sessions, 0).await?;
+    let (busy, elapsed) = measure(&mut sessions, count).await?;
+    for session in &sessions {
+        cloister.delete(session).await?;
+    }
+    let background = idle.mul_f64(elapsed.as_secs_f64() / idle_elapsed.as_secs_f64());
+    Ok(busy.saturating_sub(background) / count.max(1))
 }
 
 async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut Report) -> Result<()> {
     eprintln!("exec round trip …");
-    let session = cloister.create(limits()).await?;
+    let session = cloister.create(limits()).await?.id;
     let mut ours = Sample::default();
     let mut theirs: Vec<(String, Sample)> = Vec::new();
     cloister.exec(&session, &["true"]).await?;
@@ -180,15 +247,16 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
     Ok(())
 }
 
-async fn burst(cloister: &Cloister, count: u32, cpu_per_create: Duration, report: &mut Report) -> Result<()> {
+async fn burst(cloister: &Cloister, count: u32, report: &mut Report) -> Result<()> {
     eprintln!("burst of {count} …");
     let limits = Limits { cpu_millis: 10, ..limits() };
+    let cpu_per_create = cpu_per_create(cloister, count, &limits).await?;
     let begin = Instant::now();
     let creates = (0..count).map(|_| cloister.create(limits.clone()));
     let results = futures::future::join_all(creates).await;
     let elapsed = begin.elapsed();
     let (created, failed): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
-    let sessions: Vec<String> = created.into_iter().flatten().collect();
+    let sessions: Vec<String> = created.into_iter().flatten().map(|session| session.id).collect();
     let deletes = futures::future::join_all(sessions.iter().map(|session| cloister.delete(session))).await;
     deletes.into_iter().collect::<Result<()>>().context("delete the burst")?;
     report.section(&format!("Burst of {count} creates at once"));
@@ -201,6 +269,10 @@ async fn burst(cloister: &Cloister, count: u32, cpu_per_create: Duration, report
     if let Some(error) = failed.into_iter().find_map(Result::err) {
         report.line(&format!("\nThe first that failed: {error:#}."));
     }
+    report.line(&format!(
+        "\nCPU time of one create, everything on the machine, with making the next one ready: {} ms.",
+        millis(cpu_per_create)
+    ));
     let aim = (cpu_per_create * count / machine::cpus()).mul_f64(1.3);
     report.aim(&format!("1.3 × ({count} × CPU per create ÷ {} CPUs)", machine::cpus()), elapsed, aim);
     Ok(())
@@ -213,7 +285,7 @@ async fn idle_memory(cloister: &Cloister, count: u32, report: &mut Report) -> Re
     let limits = Limits { cpu_millis: 10, ..limits() };
     let mut sessions = Vec::new();
     for _ in 0..count {
-        sessions.push(cloister.create(limits.clone()).await?);
+        sessions.push(cloister.create(limits.clone()).await?.id);
     }
     let (after, roles_after) = (machine::sandbox_memory(), machine::control_plane_memory());
     for session in &sessions {

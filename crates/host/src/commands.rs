@@ -20,9 +20,9 @@ use cloister_api::host::{
     Command, CommandResult, CreateSandbox, ExecList, HostErrorKind, SandboxCreated, SandboxRemoved,
     SandboxStopped, Signaled, StartExec, StdinWritten, StepTiming, StopSandbox, WriteStdin,
 };
-use cloister_sandbox::backend::{Backend, Sandbox, SandboxError, SandboxSpec};
+use cloister_sandbox::backend::{Backend, OutputReader, Sandbox, SandboxError, SandboxSpec};
 use cloister_types::exec::ExecRecord;
-use cloister_types::{ExecId, Limits, SandboxId, SessionId};
+use cloister_types::{ExecId, ExecSpec, Limits, SandboxId, SessionId};
 
 use crate::agent::{Agent, Live};
 use crate::refusal::Refusal;
@@ -247,12 +247,21 @@ impl Agent {
         found: Option<Live>,
         start: &StartExec,
     ) -> Result<ExecRecord, Refusal> {
-        let exec_id: ExecId = start.exec_id.parse()?;
-        cloister_types::name::validate_request_id(&start.request_id).map_err(Refusal::invalid)?;
-        let spec = exec_spec_from_proto(&start.spec);
-        spec.validate().map_err(Refusal::invalid)?;
+        let (exec_id, spec) = checked(start)?;
         let live = found.ok_or_else(|| not_running(session_id))?;
         Ok(live.sandbox.start_exec(&exec_id, &start.request_id, &spec).await?)
+    }
+
+    /// Does the same, and reads the output from its beginning.
+    pub(crate) async fn start_and_read(
+        &self,
+        session_id: &SessionId,
+        found: Option<Live>,
+        start: &StartExec,
+    ) -> Result<(ExecRecord, Box<dyn OutputReader>), Refusal> {
+        let (exec_id, spec) = checked(start)?;
+        let live = found.ok_or_else(|| not_running(session_id))?;
+        Ok(live.sandbox.start_and_read(&exec_id, &start.request_id, &spec).await?)
     }
 
     async fn write_stdin(&self, session_id: &SessionId, write: &WriteStdin) -> Result<u64, Refusal> {
@@ -300,6 +309,14 @@ impl Agent {
         let keeper = self.backends.keeper(session_id).await?;
         keeper.ok_or_else(|| Refusal::not_found(format!("session `{session_id}` is not on this host")))
     }
+}
+
+fn checked(start: &StartExec) -> Result<(ExecId, ExecSpec), Refusal> {
+    let exec_id: ExecId = start.exec_id.parse()?;
+    cloister_types::name::validate_request_id(&start.request_id).map_err(Refusal::invalid)?;
+    let spec = exec_spec_from_proto(&start.spec);
+    spec.validate().map_err(Refusal::invalid)?;
+    Ok((exec_id, spec))
 }
 
 fn not_running(session_id: &SessionId) -> Refusal {

@@ -1,7 +1,7 @@
 //! The highest epoch seen of each session: what keeps a coordinator that has lost its lease from acting here.
 //!
-//! An epoch is on disk *before* the effect that came with it, so that a restarted host agent refuses what its
-//! predecessor would have refused. The file `<data>/epochs` is a log of lines `<session id> <epoch>`; the highest
+//! An epoch is written *before* the effect that came with it, so that a restarted host agent refuses what its
+//! predecessor would have refused; every one but a session's first is on the disk by then. The file `<data>/epochs` is a log of lines `<session id> <epoch>`; the highest
 //! one counts. It is written anew at start and when most of its lines are old. A session that was removed stays
 //! in it, since a late command of an old owner would otherwise make it again; of those the newest
 //! [`REMOVED_KEPT`] are kept (ids sort by time).
@@ -20,6 +20,9 @@ use crate::data_dir::write_atomically;
 const REMOVED_KEPT: usize = 10_000;
 /// Lines that are appended before the log is looked at for being mostly old.
 const REWRITE_AFTER_LINES: usize = 20_000;
+
+/// The epoch of a session that nobody has taken over yet: no valid one is lower.
+const FIRST: u64 = 1;
 
 /// Why an effect is refused.
 #[derive(Debug, thiserror::Error)]
@@ -129,11 +132,16 @@ impl Epochs {
             seen if seen == epoch => return Ok(()),
             _ => {}
         }
-        let this = self.clone();
         let line = format!("{session_id} {epoch}\n");
-        let write = move || this.append(&line);
-        let outcome =
-            tokio::task::spawn_blocking(write).await.unwrap_or_else(|error| Err(io::Error::other(error)));
+        let outcome = if epoch <= FIRST {
+            // What a power failure can lose of it fences nobody off, so that it need not be waited for. A later
+            // process of this boot sees it either way.
+            self.append(&line, false)
+        } else {
+            let this = self.clone();
+            let write = move || this.append(&line, true);
+            tokio::task::spawn_blocking(write).await.unwrap_or_else(|error| Err(io::Error::other(error)))
+        };
         outcome.map_err(|source| EpochError::Write { path: self.path.as_ref().clone(), source })?;
 
         let mut seen = self.seen();
@@ -147,7 +155,7 @@ impl Epochs {
         Ok(())
     }
 
-    fn append(&self, line: &str) -> io::Result<()> {
+    fn append(&self, line: &str, durable: bool) -> io::Result<()> {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         if log.lines >= REWRITE_AFTER_LINES {
             let kept = {
@@ -163,7 +171,9 @@ impl Epochs {
             *log = rewrite(&self.path, &kept)?;
         }
         log.file.write_all(line.as_bytes())?;
-        log.file.sync_data()?;
+        if durable {
+            log.file.sync_data()?;
+        }
         log.lines += 1;
         Ok(())
     }

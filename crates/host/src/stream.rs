@@ -121,12 +121,16 @@ impl StreamTask {
         let found = self.agent.find(&session_id);
         drop(turn);
         let sandbox = found.as_ref().map(|live| Arc::clone(&live.sandbox));
-        let exec = match self.open.start.as_option() {
+        let (exec, reader) = match self.open.start.as_option() {
             // When this is cut off half-way, the same request finds what it started.
-            Some(start) => self.agent.start_exec(&session_id, found, start).await?,
+            Some(start) if self.open.from_offset == 0 && !self.open.no_follow => {
+                let (exec, reader) = self.agent.start_and_read(&session_id, found, start).await?;
+                (exec, Some(reader))
+            }
+            Some(start) => (self.agent.start_exec(&session_id, found, start).await?, None),
             None => {
                 let exec_id: ExecId = self.open.exec_id.parse().map_err(Refusal::from)?;
-                self.agent.exec(&session_id, &exec_id).await?
+                (self.agent.exec(&session_id, &exec_id).await?, None)
             }
         };
         let exec_id = exec.exec_id.clone();
@@ -140,7 +144,7 @@ impl StreamTask {
         };
         let stopping = self.agent.tasks.token();
         tokio::select! {
-            outcome = source.pump(&exec, sending) => outcome,
+            outcome = source.pump(&exec, reader, sending) => outcome,
             cut = take_input(receiving, sandbox, exec_id) => Err(cut),
             () = stopping.cancelled() => Err(Refusal::stopping().into()),
         }
@@ -164,11 +168,19 @@ struct Source<'a> {
 
 impl Source<'_> {
     /// Sends the exec and its frames until the last one.
-    async fn pump(mut self, exec: &ExecRecord, sending: &mut Sending) -> Result<(), Cut> {
+    async fn pump(
+        mut self,
+        exec: &ExecRecord,
+        reader: Option<Box<dyn OutputReader>>,
+        sending: &mut Sending,
+    ) -> Result<(), Cut> {
         let exec: common::Exec = exec_to_proto(&self.session_id, exec);
         send(sending, exec).await?;
         let mut reopened = 0;
-        let mut reader = self.open().await?;
+        let mut reader = match reader {
+            Some(reader) => reader,
+            None => self.open().await?,
+        };
         loop {
             let frame = match reader.next().await {
                 Ok(Some(frame)) => frame,

@@ -270,6 +270,23 @@ pub trait Sandbox: Send + Sync + 'static {
         no_follow: bool,
     ) -> Result<Box<dyn OutputReader>, SandboxError>;
 
+    /// Starts a program and reads its output from the beginning: what [`start_exec`](Self::start_exec) and
+    /// [`read_output`](Self::read_output) do, in one exchange where the backend can.
+    ///
+    /// # Errors
+    ///
+    /// As both.
+    async fn start_and_read(
+        &self,
+        exec_id: &ExecId,
+        request_id: &str,
+        spec: &ExecSpec,
+    ) -> Result<(ExecRecord, Box<dyn OutputReader>), SandboxError> {
+        let exec = self.start_exec(exec_id, request_id, spec).await?;
+        let reader = self.read_output(&exec.exec_id, 0, false).await?;
+        Ok((exec, reader))
+    }
+
     /// Ends the sandbox (SIGTERM, `grace`, SIGKILL) and keeps layer and output. Succeeds when it has ended.
     ///
     /// # Errors

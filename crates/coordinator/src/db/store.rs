@@ -165,11 +165,13 @@ fn pool_options(config: &StoreConfig) -> PgPoolOptions {
             #[cfg(any(test, debug_assertions))]
             let clock = fresh_clock.clone();
             Box::pin(async move {
-                // A dynamic statement: SET takes no parameters, and these are constants.
+                // A dynamic statement: SET takes no parameters, and these are constants. Every statement of ours finds
+                // its rows by an index whatever its parameters are: a plan for each of them costs more than it runs.
                 sqlx::query(
                     "SELECT set_config('statement_timeout', $1, false), set_config('lock_timeout', $2, false), \
                      set_config('idle_in_transaction_session_timeout', $3, false), \
-                     set_config('application_name', 'cloister', false)",
+                     set_config('application_name', 'cloister', false), \
+                     set_config('plan_cache_mode', 'force_generic_plan', false)",
                 )
                 .bind(STATEMENT_TIMEOUT)
                 .bind(LOCK_TIMEOUT)

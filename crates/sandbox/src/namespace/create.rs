@@ -16,6 +16,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::OwnedMutexGuard;
 
 use super::sandbox::NamespaceSandbox;
+use super::warm::warm_fact;
 use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
 use crate::backend::{Created, HostPaths, SandboxError, SandboxSpec, StepTiming};
 use crate::cgroup::{GroupLimits, JoinFiles};
@@ -56,7 +57,9 @@ impl NamespaceBackend {
         let built = self.build(self.inner.paths().clone(), spec, guard).await?;
         let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), built.intent));
         self.inner.keep(&sandbox);
-        Ok(Created { sandbox, facts: built.facts, timings: built.timings })
+        let mut facts = built.facts;
+        facts.push(warm_fact(false));
+        Ok(Created { sandbox, facts, timings: built.timings })
     }
 
     /// Builds a sandbox below `paths`, from its intent to the shim's word that it runs.
@@ -266,12 +269,29 @@ fn prepare(
     };
     let taken = Taken { inner: Arc::clone(inner), paths, intent, is_new_session, _guard: guard };
     match take(inner, &taken.paths, &taken.intent, cgroups.as_ref(), &mut steps) {
-        Ok((stdout, log)) => Ok(Prepared { undo: taken.undo(), timings: steps.timings, stdout, log }),
+        Ok((stdout, log)) => {
+            if is_new_session {
+                // The layer outlives a reboot, and its files belong to this range.
+                if let Err(error) = sync_session(&session_dir) {
+                    taken.take_down();
+                    return Err(SandboxError::failed("record the session", error));
+                }
+                steps.done("record");
+            }
+            Ok(Prepared { undo: taken.undo(), timings: steps.timings, stdout, log })
+        }
         Err(error) => {
             taken.take_down();
             Err(error)
         }
     }
+}
+
+/// Waits until a session's record and the names above it are on the disk.
+fn sync_session(session_dir: &Path) -> io::Result<()> {
+    fs::File::open(session_dir.join(SESSION_FILE))?.sync_all()?;
+    fs::File::open(session_dir)?.sync_all()?;
+    session_dir.parent().map_or(Ok(()), |parent| fs::File::open(parent)?.sync_all())
 }
 
 /// Writes the session's record, or checks the one that is there, and returns its range of ids.
@@ -294,8 +314,8 @@ fn record_session(
         .ids
         .ensure(&spec.session_id, |ids| {
             let record = SessionRecord { session_id: spec.session_id.clone(), ids, limits: spec.limits };
-            // The layer outlives a reboot, and its files belong to this range.
-            write_record(&file, &record, true)
+            // It is made durable while the shim builds.
+            write_record(&file, &record, false)
         })
         .map_err(|error| match error {
             IdRangeError::Exhausted => SandboxError::Exhausted("ranges of user ids".to_owned()),

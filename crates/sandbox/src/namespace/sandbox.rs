@@ -195,6 +195,19 @@ impl Sandbox for NamespaceSandbox {
         }
     }
 
+    async fn start_and_read(
+        &self,
+        exec_id: &ExecId,
+        request_id: &str,
+        spec: &ExecSpec,
+    ) -> Result<(ExecRecord, Box<dyn OutputReader>), SandboxError> {
+        spec.validate().map_err(|error| SandboxError::Invalid(error.to_string()))?;
+        match self.client.start_and_read(exec_id, request_id, spec).await {
+            Ok((record, reader)) => Ok((record, Box::new(LiveOutput(reader)))),
+            Err(error) => Err(self.error(error)),
+        }
+    }
+
     async fn stop(&self, grace: Duration) -> Result<(), SandboxError> {
         self.end.was_requested.store(true, Ordering::Release);
         if !self.is_released() {

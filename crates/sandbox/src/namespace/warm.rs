@@ -242,7 +242,9 @@ impl NamespaceBackend {
         undo.keep();
         let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent));
         self.inner.keep(&sandbox);
-        let facts = report.facts.into_iter().map(|(name, value)| IsolationFact { name, value }).collect();
+        let mut facts: Vec<_> =
+            report.facts.into_iter().map(|(name, value)| IsolationFact { name, value }).collect();
+        facts.push(warm_fact(true));
         Ok(Created { sandbox, facts, timings: steps.timings })
     }
 
@@ -319,6 +321,11 @@ impl NamespaceBackend {
         })
         .await
     }
+}
+
+/// Returns the fact that says how a sandbox came to be.
+pub(super) fn warm_fact(was_warm: bool) -> IsolationFact {
+    IsolationFact { name: "made_ready_before".to_owned(), value: was_warm.to_string() }
 }
 
 /// Takes down a warm sandbox with its layer.
