@@ -117,6 +117,16 @@ pub struct GroupLimits {
     pub agent_pids: u32,
 }
 
+impl GroupLimits {
+    /// Returns the same limits with every processor of the machine.
+    #[must_use]
+    pub fn unhurried(self) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let all = u32::try_from(cpus).unwrap_or(u32::MAX).saturating_mul(1000);
+        Self { cpu_millis: self.cpu_millis.max(all), ..self }
+    }
+}
+
 impl From<&Limits> for GroupLimits {
     fn from(limits: &Limits) -> Self {
         Self {

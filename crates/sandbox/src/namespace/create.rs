@@ -79,6 +79,11 @@ impl NamespaceBackend {
         match wait_for_report(stdout, &log).await {
             Ok((facts, timings)) => {
                 steps.done("shim");
+                if let Err(error) = self.limit(undo.intent()).await {
+                    undo.run().await;
+                    return Err(error);
+                }
+                steps.done("limits");
                 steps.timings.extend(timings);
                 Ok(Built { intent: undo.keep(), facts, timings: steps.timings })
             }
@@ -87,6 +92,18 @@ impl NamespaceBackend {
                 Err(error)
             }
         }
+    }
+
+    /// Gives the groups of a sandbox the limits of its intent. Until it runs, nothing but our own programs are in them,
+    /// and those are not held up: a hundredth of a processor would make each start take half a second.
+    pub(super) async fn limit(&self, intent: &Intent) -> Result<(), SandboxError> {
+        let inner = Arc::clone(&self.inner);
+        let (groups, limits) = (intent.groups.clone(), GroupLimits::from(&intent.limits));
+        blocking("limit sandbox", move || {
+            let limited = inner.cgroups()?.limit(&groups, &limits);
+            limited.map_err(|error| SandboxError::failed("limit sandbox", error))
+        })
+        .await
     }
 
     /// Returns the sandbox that runs already, when it is the one that is asked for. What is dead is taken down.
@@ -191,6 +208,11 @@ impl Taken {
 }
 
 impl Undo {
+    /// Returns what is to be taken down.
+    fn intent(&self) -> &Intent {
+        &self.armed.as_ref().expect("an undo is kept or run once").intent
+    }
+
     /// Ends the guard's duty: the sandbox runs.
     pub(super) fn keep(mut self) -> Intent {
         self.armed.take().expect("an undo is kept or run once").intent
@@ -233,10 +255,7 @@ fn prepare(
     guard: OwnedMutexGuard<()>,
 ) -> Result<Prepared, SandboxError> {
     let mut steps = Steps::new();
-    let cgroups = inner
-        .cgroups
-        .as_ref()
-        .map_err(|reason| SandboxError::failed("find control groups", reason.clone()))?;
+    let cgroups = inner.cgroups()?;
     let session_dir = paths.session_dir(&spec.session_id);
     let disk = inner.disk.plan(&session_dir, spec.limits.disk).map_err(disk_error)?;
     let is_new_session = ensure_session_dir(&session_dir)
@@ -268,7 +287,7 @@ fn prepare(
         created_unix_ms: unix_ms(),
     };
     let taken = Taken { inner: Arc::clone(inner), paths, intent, is_new_session, _guard: guard };
-    match take(inner, &taken.paths, &taken.intent, cgroups.as_ref(), &mut steps) {
+    match take(inner, &taken.paths, &taken.intent, cgroups, &mut steps) {
         Ok((stdout, log)) => {
             if is_new_session {
                 // The layer outlives a reboot, and its files belong to this range.
@@ -337,7 +356,7 @@ fn take(
         .map_err(|error| SandboxError::failed("write the intent", error))?;
     steps.done("intent");
     let files = cgroups
-        .create(&intent.groups, &GroupLimits::from(&intent.limits))
+        .create(&intent.groups, &GroupLimits::from(&intent.limits).unhurried())
         .map_err(|error| SandboxError::failed("make control groups", error))?;
     steps.done("cgroups");
     inner.disk.ensure_layer(&intent.disk, intent.limits.disk, intent.ids.base).map_err(disk_error)?;

@@ -82,6 +82,8 @@ impl NamespaceBackend {
         }
         let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent.clone()));
         if intent.boot_id == self.inner.boot_id && self.serves(&sandbox).await {
+            // The limits come last in a create, which a crash may have cut.
+            self.limit(&intent).await?;
             self.inner.keep(&sandbox);
             return Ok(Found::Running(sandbox));
         }

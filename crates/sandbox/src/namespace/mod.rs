@@ -149,6 +149,13 @@ impl Inner {
         &self.config.paths
     }
 
+    fn cgroups(&self) -> Result<&dyn CgroupDriver, SandboxError> {
+        match &self.cgroups {
+            Ok(driver) => Ok(driver.as_ref()),
+            Err(reason) => Err(SandboxError::failed("find control groups", reason.clone())),
+        }
+    }
+
     /// Returns the lock under which a session's sandbox is made and removed.
     fn session_lock(&self, session_id: &SessionId) -> Arc<tokio::sync::Mutex<()>> {
         let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);

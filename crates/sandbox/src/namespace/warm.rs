@@ -401,13 +401,8 @@ fn rename(inner: &Inner, spec: &SandboxSpec, warm: &Intent) -> Result<Intent, Sa
     write_record(&from.sandbox_dir(&warm.sandbox_id).join(INTENT_FILE), &intent, false).map_err(record)?;
     let limits = GroupLimits::from(&spec.limits);
     if limits != GroupLimits::from(&warm.limits) {
-        let cgroups = inner
-            .cgroups
-            .as_ref()
-            .map_err(|reason| SandboxError::failed("find control groups", reason.clone()))?;
-        cgroups
-            .limit(&warm.groups, &limits)
-            .map_err(|error| SandboxError::failed("limit a warm sandbox", error))?;
+        let limited = inner.cgroups()?.limit(&warm.groups, &limits);
+        limited.map_err(|error| SandboxError::failed("limit a warm sandbox", error))?;
     }
     fs::rename(from.session_dir(&warm.session_id), &session_dir).map_err(failed)?;
     fs::rename(from.sandbox_dir(&warm.sandbox_id), to.sandbox_dir(&spec.sandbox_id)).map_err(failed)?;
