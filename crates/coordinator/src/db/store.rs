@@ -44,7 +44,8 @@ pub struct StoreConfig {
 impl Default for StoreConfig {
     fn default() -> Self {
         Self {
-            max_connections: 16,
+            // More only spread the same work over more server processes, each with caches of its own to fill.
+            max_connections: 8,
             acquire_timeout: Duration::from_secs(5),
             op_lease: Duration::from_secs(15),
             admission: AdmissionPolicy::default(),
