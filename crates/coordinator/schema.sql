@@ -39,6 +39,7 @@ CREATE TABLE public.hosts (
     last_heartbeat_at timestamp with time zone DEFAULT public.cloister_now() NOT NULL,
     generation bigint DEFAULT 1 NOT NULL,
     created_at timestamp with time zone DEFAULT public.cloister_now() NOT NULL,
+    link_holder text,
     CONSTRAINT hosts_cpu_millis_check CHECK ((cpu_millis >= 0)),
     CONSTRAINT hosts_disk_bytes_check CHECK ((disk_bytes >= 0)),
     CONSTRAINT hosts_memory_bytes_check CHECK ((memory_bytes >= 0))

@@ -19,7 +19,7 @@ use crate::app::App;
 use crate::app::authenticate::Authenticator;
 use crate::app::authorize::Principal;
 use crate::config::{Config, Database};
-use crate::db::{ChangeFeed, LeaseHolder, Store, StoreConfig, StoreError, TokenHash};
+use crate::db::{ChangeFeed, Store, StoreConfig, StoreError, TokenHash};
 use crate::link::{HostLinks, LinkService};
 use crate::metrics::Metrics;
 use crate::postgres::{PostgresConfig, PostgresError, PrivatePostgres};
@@ -152,7 +152,7 @@ async fn serve(
     let feed_token = tasks.token();
     tasks.spawn(FEED, async move { runner.run(feed_token).await });
     let links = HostLinks::default();
-    let holder = LeaseHolder::generate();
+    let holder = store.holder().clone();
     let executor = OpExecutor::new(store.clone(), links.clone(), holder.clone(), tasks.clone());
     let authenticator = Arc::new(Authenticator::new(
         store.clone(),

@@ -9,7 +9,7 @@ use sqlx::types::Json;
 use super::fault::commit;
 use super::session::{parse_word, prefix_range};
 use super::store::{Failure, storable, to_i64};
-use super::{Store, StoreError};
+use super::{LeaseHolder, Store, StoreError};
 
 /// A compile-checked query for hosts with what they have promised, ended by a clause over the relation `h`. Reads
 /// `sessions_holding_capacity` once per host.
@@ -20,7 +20,7 @@ macro_rules! host_query {
             r#"SELECT h.id, h.name, h.version, h.wire_version, h.boot_id,
                       h.capabilities AS "capabilities!: Json<Vec<Capability>>",
                       h.memory_bytes, h.cpu_millis, h.disk_bytes, h.connected, h.cordoned, h.link_epoch,
-                      h.last_heartbeat_at, h.generation, a.memory AS "allocated_memory!", a.cpus AS "allocated_cpus!",
+                      h.last_heartbeat_at, h.generation, h.link_holder, a.memory AS "allocated_memory!", a.cpus AS "allocated_cpus!",
                       a.disk AS "allocated_disk!", a.sandboxes AS "sandboxes!",
                       EXISTS (SELECT 1 FROM sessions q WHERE q.state = 'queued') AS "queue!"
                FROM hosts h CROSS JOIN LATERAL (
@@ -95,8 +95,11 @@ pub struct HostRecord {
     pub allocated: HostCapacity,
     /// How many sessions count against it.
     pub sandboxes: u32,
-    /// Whether it answers.
+    /// Whether it answers. In a list for people: a coordinator that lives holds its link. Where sessions are placed: it
+    /// has not missed its heartbeats, so that a restarted coordinator does not refuse what the host will do in a moment.
     pub connected: bool,
+    /// The coordinator that holds its link.
+    pub link_holder: Option<LeaseHolder>,
     /// Whether new sandboxes are kept off it.
     pub cordoned: bool,
     /// Number of its current link.
@@ -122,13 +125,13 @@ impl Store {
                 .await?;
             let link_epoch = sqlx::query_scalar!(
                 r#"INSERT INTO hosts (id, name, version, wire_version, boot_id, capabilities, memory_bytes, cpu_millis,
-                       disk_bytes, connected)
-                   VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, true)
+                       disk_bytes, connected, link_holder)
+                   VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, true, $10)
                    ON CONFLICT (id) DO UPDATE SET name = excluded.name, version = excluded.version,
                        wire_version = excluded.wire_version, boot_id = excluded.boot_id,
                        capabilities = excluded.capabilities, memory_bytes = excluded.memory_bytes,
                        cpu_millis = excluded.cpu_millis, disk_bytes = excluded.disk_bytes, connected = true,
-                       link_epoch = hosts.link_epoch + 1, last_heartbeat_at = cloister_now(),
+                       link_holder = excluded.link_holder, link_epoch = hosts.link_epoch + 1, last_heartbeat_at = cloister_now(),
                        generation = hosts.generation + 1
                    RETURNING link_epoch"#,
                 host.id.as_str(),
@@ -140,6 +143,7 @@ impl Store {
                 to_i64(host.capacity.memory.0),
                 i64::from(host.capacity.cpus.0),
                 to_i64(host.capacity.disk.0),
+                self.holder.0,
             )
             .fetch_one(&mut *tx)
             .await?;
@@ -147,6 +151,27 @@ impl Store {
             commit(tx, "register_host").await?;
             let rebooted = earlier.is_some_and(|boot_id| boot_id != storable(&host.boot_id));
             Ok(RegisteredHost { link_epoch: link_epoch.unsigned_abs(), rebooted })
+        })
+        .await
+    }
+
+    /// Notes that this coordinator no longer holds a link. The host is not lost yet: it has its heartbeats' time to come
+    /// back.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Unavailable`].
+    pub async fn release_host_link(&self, id: &HostId, link_epoch: u64) -> Result<(), StoreError> {
+        self.observe("release_host_link", async {
+            // Reads `hosts_pkey`. A later link of the host is left alone.
+            sqlx::query!(
+                "UPDATE hosts SET link_holder = NULL, generation = generation + 1 WHERE id = $1 AND link_epoch = $2",
+                id.as_str(),
+                to_i64(link_epoch),
+            )
+            .execute(&self.pool)
+            .await?;
+            Ok(())
         })
         .await
     }
@@ -194,7 +219,13 @@ impl Store {
     ///
     /// [`StoreError::Unavailable`].
     pub async fn list_hosts(&self) -> Result<Vec<HostRecord>, StoreError> {
-        self.observe("list_hosts", async { Ok(read_all(&mut *self.pool.acquire().await?).await?.0) }).await
+        self.observe("list_hosts", async {
+            let mut connection = self.pool.acquire().await?;
+            let mut hosts = read_all(&mut connection).await?.0;
+            show_connected(&mut connection, &mut hosts).await?;
+            Ok(hosts)
+        })
+        .await
     }
 
     /// Returns the host that `reference` means: id, unique prefix of one, or name.
@@ -227,10 +258,9 @@ impl Store {
                 let reference = reference.chars().take(64).collect();
                 return Err(StoreError::Ambiguous { kind: "host", reference, candidates }.into());
             }
-            match rows.pop() {
-                Some(row) => Ok(HostRecord::try_from(row)?),
-                None => Err(StoreError::not_found("host", reference).into()),
-            }
+            let mut found = rows.into_iter().map(HostRecord::try_from).collect::<Result<Vec<_>, _>>()?;
+            show_connected(&mut *self.pool.acquire().await?, &mut found).await?;
+            Ok(found.pop().ok_or_else(|| StoreError::not_found("host", reference))?)
         })
         .await
     }
@@ -290,6 +320,7 @@ struct HostRow {
     link_epoch: i64,
     last_heartbeat_at: DateTime<Utc>,
     generation: i64,
+    link_holder: Option<String>,
     allocated_memory: i64,
     allocated_cpus: i64,
     allocated_disk: i64,
@@ -322,6 +353,7 @@ impl TryFrom<HostRow> for HostRecord {
             link_epoch: row.link_epoch.unsigned_abs(),
             last_heartbeat_at: row.last_heartbeat_at,
             generation: row.generation.unsigned_abs(),
+            link_holder: row.link_holder.map(LeaseHolder),
         })
     }
 }
@@ -331,6 +363,24 @@ pub(super) async fn read_all(connection: &mut PgConnection) -> Result<(Vec<HostR
     let rows = host_query!("ORDER BY h.name, h.id").fetch_all(connection).await?;
     let queue = rows.iter().any(|row| row.queue);
     Ok((rows.into_iter().map(HostRecord::try_from).collect::<Result<Vec<_>, _>>()?, queue))
+}
+
+/// Leaves only those hosts connected whose link a living coordinator holds. A coordinator lives as long as it has a
+/// connection to the database: all of its own carry its name, and the server ends them with the process, so that a
+/// killed coordinator's hosts are not shown as connected until their heartbeats are missed. The server shows the names
+/// to sessions of the same role, which all coordinators of one database share.
+async fn show_connected(connection: &mut PgConnection, hosts: &mut [HostRecord]) -> Result<(), Failure> {
+    let alive: Vec<String> = sqlx::query_scalar!(
+        r#"SELECT DISTINCT application_name AS "name!" FROM pg_stat_activity
+           WHERE datname = current_database() AND application_name <> ''"#,
+    )
+    .fetch_all(connection)
+    .await?;
+    for host in hosts {
+        let is_held = host.link_holder.as_ref().is_some_and(|holder| alive.contains(&holder.0));
+        host.connected = host.connected && is_held;
+    }
+    Ok(())
 }
 
 /// Locks the connected hosts: admission decides one at a time. The sums must be read by a *later* statement, since one

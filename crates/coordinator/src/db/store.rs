@@ -7,7 +7,7 @@ use cloister_types::session::IllegalTransition;
 use sqlx::migrate::Migrator;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 
-use super::{AdmissionPolicy, StoreError};
+use super::{AdmissionPolicy, LeaseHolder, StoreError};
 
 /// The migrations that this version was built with.
 pub(super) static MIGRATOR: Migrator = sqlx::migrate!();
@@ -59,6 +59,8 @@ impl Default for StoreConfig {
 #[derive(Debug, Clone)]
 pub struct Store {
     pub(super) pool: sqlx::PgPool,
+    /// The name of this process among the coordinators; each of its connections carries it.
+    pub(super) holder: LeaseHolder,
     pub(super) config: StoreConfig,
 }
 
@@ -96,7 +98,8 @@ impl Store {
     /// [`StoreError::Unavailable`] when the server does not answer, [`StoreError::Migrate`] when the database is of
     /// a later release or a migration failed (it is rolled back).
     pub async fn connect(options: PgConnectOptions, config: StoreConfig) -> Result<Self, StoreError> {
-        let pool = pool_options(&config).connect_with(options.clone()).await;
+        let holder = LeaseHolder::generate();
+        let pool = pool_options(&config, &holder).connect_with(options.clone()).await;
         let pool = pool.map_err(|error| StoreError::from_sqlx("connect", error))?;
         // A migration may take longer than any statement of ours, so it runs on a connection without our timeouts.
         let mut connection = sqlx::ConnectOptions::connect(&options)
@@ -107,7 +110,12 @@ impl Store {
         let closed = sqlx::Connection::close(connection).await;
         migrated.map_err(StoreError::Migrate)?;
         closed.map_err(|error| StoreError::from_sqlx("connect", error))?;
-        Ok(Self { pool, config })
+        Ok(Self { pool, holder, config })
+    }
+
+    /// Returns as whom this process holds leases and links.
+    pub fn holder(&self) -> &LeaseHolder {
+        &self.holder
     }
 
     /// Answers when the database does: for `/readyz`.
@@ -153,7 +161,8 @@ impl Store {
     }
 }
 
-fn pool_options(config: &StoreConfig) -> PgPoolOptions {
+fn pool_options(config: &StoreConfig, holder: &LeaseHolder) -> PgPoolOptions {
+    let holder = holder.0.clone();
     #[cfg(any(test, debug_assertions))]
     let (fresh_clock, idle_clock) = (config.clock.clone(), config.clock.clone());
     PgPoolOptions::new()
@@ -165,18 +174,20 @@ fn pool_options(config: &StoreConfig) -> PgPoolOptions {
         .after_connect(move |connection, _| {
             #[cfg(any(test, debug_assertions))]
             let clock = fresh_clock.clone();
+            let holder = holder.clone();
             Box::pin(async move {
                 // A dynamic statement: SET takes no parameters, and these are constants. Every statement of ours finds
                 // its rows by an index whatever its parameters are: a plan for each of them costs more than it runs.
                 sqlx::query(
                     "SELECT set_config('statement_timeout', $1, false), set_config('lock_timeout', $2, false), \
                      set_config('idle_in_transaction_session_timeout', $3, false), \
-                     set_config('application_name', 'cloister', false), \
+                     set_config('application_name', $4, false), \
                      set_config('plan_cache_mode', 'force_generic_plan', false)",
                 )
                 .bind(STATEMENT_TIMEOUT)
                 .bind(LOCK_TIMEOUT)
                 .bind(IDLE_IN_TRANSACTION_TIMEOUT)
+                .bind(holder)
                 .execute(&mut *connection)
                 .await?;
                 #[cfg(any(test, debug_assertions))]

@@ -277,7 +277,7 @@ async fn read(
 ) -> Result<(), std::convert::Infallible> {
     let link = Arc::clone(&reader.link);
     let stopping = tasks.token();
-    let _uninstall = Uninstall { links: links.clone(), link: Arc::clone(&link) };
+    let uninstall = Uninstall { links: links.clone(), link: Arc::clone(&link) };
     loop {
         let message = tokio::select! {
             biased;
@@ -320,6 +320,11 @@ async fn read(
                 break;
             }
         }
+    }
+    drop(uninstall);
+    // For what other coordinators show; this one knows by itself.
+    if let Err(error) = store.release_host_link(&link.host_id, link.link_epoch).await {
+        tracing::debug!(host_id = %link.host_id, error = %error, "the link's end was not stored");
     }
     Ok(())
 }

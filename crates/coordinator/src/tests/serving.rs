@@ -1,6 +1,8 @@
 //! Proves what the port serves: Connect, gRPC and gRPC-Web on it, probes, metrics, reflection, health, curl's JSON, the
 //! socket; and that stopping ends open streams with a reason.
 
+use std::time::Duration;
+
 use cloister_api::app::{
     GetSessionRequest, ListHostsRequest, SessionState, SessionsServiceClient, StreamsServiceClient,
     WatchSessionRequest,
@@ -10,7 +12,7 @@ use connectrpc::client::{ClientConfig, Http2Connection};
 use connectrpc::{ErrorCode, Protocol};
 
 use super::host::FakeHost;
-use super::support::{TestCoordinator, active_session, assert_code};
+use super::support::{SOON, TestCoordinator, active_session, assert_code};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn probes_and_metrics_answer_without_a_bearer() {
@@ -32,6 +34,34 @@ async fn probes_and_metrics_answer_without_a_bearer() {
     assert!(metrics.contains(expected), "{metrics}");
     assert!(metrics.contains("cloister_coordinator_host_links"), "{metrics}");
     coordinator.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restarted_coordinator_does_not_show_a_host_as_connected_before_it_dials() {
+    let owner = || Some("owner-token-0123456789-0123456789".to_owned().into());
+    let Some(mut first) = TestCoordinator::start_with(|config| config.owner_token = owner()).await else {
+        return;
+    };
+    let host = FakeHost::connect(&first, 8 << 30).await;
+    assert!(shows_connected(&first).await);
+    first.stop().await;
+    let second =
+        TestCoordinator::start_on(first.options.clone(), |config| config.owner_token = owner()).await;
+    assert!(!shows_connected(&second).await, "nobody holds its link");
+    let host = host.reconnect(&second).await;
+    assert!(shows_connected(&second).await);
+    host.disconnect();
+    let ends = async {
+        while shows_connected(&second).await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(SOON, ends).await.expect("a broken link is seen before heartbeats are missed");
+}
+
+async fn shows_connected(coordinator: &TestCoordinator) -> bool {
+    let answer = coordinator.owner().await.hosts().list_hosts(ListHostsRequest::default()).await;
+    answer.expect("list hosts").into_owned().hosts[0].connected
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -6962,7 +6962,7 @@ pub struct Host {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
     )]
     pub name: ::buffa::alloc::string::String,
-    /// Whether its link is up.
+    /// Whether a living coordinator holds its link.
     ///
     /// Field 3: `connected`
     #[serde(
@@ -22970,7 +22970,7 @@ pub mod __buffa {
             pub id: &'a str,
             /// Field 2: `name`
             pub name: &'a str,
-            /// Whether its link is up.
+            /// Whether a living coordinator holds its link.
             ///
             /// Field 3: `connected`
             pub connected: bool,
@@ -23533,7 +23533,7 @@ pub mod __buffa {
             pub fn name(&self) -> &'_ str {
                 self.0.reborrow().name
             }
-            /// Whether its link is up.
+            /// Whether a living coordinator holds its link.
             ///
             /// Field 3: `connected`
             #[must_use]

@@ -159,3 +159,31 @@ async fn hosts_are_listed_with_what_they_promised_and_found_by_id_prefix_and_nam
     let missing = test.store.cordon_host(&HostId::generate(), true).await;
     assert!(matches!(missing, Err(StoreError::NotFound { .. })));
 }
+
+#[tokio::test]
+async fn a_dead_coordinators_host_is_not_shown_as_connected_and_still_gets_sessions() {
+    let test = store!();
+    let dead = test.another().await;
+    let registration = host_registration(ByteCount::gib(1));
+    dead.register_host(&registration).await.unwrap();
+    let shown = async || test.store.resolve_host(&registration.name).await.unwrap().connected;
+    assert!(shown().await, "another coordinator, which lives, holds the link");
+    assert!(test.store.list_hosts().await.unwrap()[0].connected);
+    dead.close().await;
+    let ends = async {
+        while shown().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(SECOND * 10, ends).await.expect("it is not connected once its coordinator is gone");
+    assert!(!test.store.list_hosts().await.unwrap()[0].connected);
+    // Its heartbeats are not missed yet: what it will do in a moment is not refused now.
+    let session = test.create_one("one", &session_params(ByteCount::mib(100))).await.session;
+    assert_eq!(session.state, SessionState::Starting);
+    let link = test.store.register_host(&registration).await.unwrap();
+    assert!(shown().await);
+    test.store.release_host_link(&registration.id, link.link_epoch - 1).await.unwrap();
+    assert!(shown().await, "the end of an earlier link says nothing about this one");
+    test.store.release_host_link(&registration.id, link.link_epoch).await.unwrap();
+    assert!(!shown().await);
+}
