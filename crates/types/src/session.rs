@@ -139,7 +139,7 @@ words! {
         HostLost = "host_lost",
         /// The host answers again, and the sandbox still runs on it.
         HostFound = "host_found",
-        /// The step's deadline has passed.
+        /// The step's deadline has passed; of a pause only while its host answers, else [`Self::HostLost`].
         DeadlinePassed = "deadline_passed",
         /// Somebody asked for deletion, or its time to live ran out.
         Delete = "delete",
@@ -205,9 +205,8 @@ impl SessionState {
         match self {
             Self::Pending => Some(Duration::from_secs(10)),
             Self::Starting | Self::Resuming => Some(Duration::from_secs(60)),
-            Self::Pausing => Some(Duration::from_secs(60)),
-            // A deletion never gives up: its deadline starts it over.
-            Self::Deleting => Some(Duration::from_secs(60)),
+            // A deletion never gives up, nor a pause while its host answers: the deadline starts them over.
+            Self::Pausing | Self::Deleting => Some(Duration::from_secs(60)),
             Self::Queued | Self::Active | Self::Paused | Self::HostLost | Self::Failed | Self::Deleted => {
                 None
             }
@@ -275,8 +274,10 @@ pub fn transition(state: SessionState, event: SessionEvent) -> Result<Transition
         },
         E::HostLost => match state {
             S::Active => to(S::HostLost, &[]),
+            // Only when its deadline has passed as well: the host's next report says whether the sandbox stopped.
+            S::Pausing => to(S::HostLost, &[FinishOp]),
             // Operations in progress are retried until their deadline decides.
-            S::Pending | S::Queued | S::Starting | S::Pausing | S::Paused | S::Resuming => illegal,
+            S::Pending | S::Queued | S::Starting | S::Paused | S::Resuming => illegal,
             S::HostLost | S::Failed | S::Deleting | S::Deleted => illegal,
         },
         E::HostFound => match state {
@@ -288,8 +289,9 @@ pub fn transition(state: SessionState, event: SessionEvent) -> Result<Transition
             S::Pending => to(S::Queued, &[]),
             S::Starting => to(S::Failed, &[FinishOp, ReleaseCapacity]),
             S::Resuming => to(S::Paused, &[FinishOp, ReleaseCapacity]),
-            // Whether the sandbox stopped is not known: the host's next report decides.
-            S::Pausing => to(S::HostLost, &[FinishOp]),
+            // Its host answers, so what the host says of the stop decides: it is asked again. Giving up would leave a
+            // sandbox of which nobody knows whether it runs.
+            S::Pausing => to(S::Pausing, &[PauseOp]),
             S::Deleting => to(S::Deleting, &[DeleteOp]),
             S::Queued | S::Active | S::Paused | S::HostLost | S::Failed | S::Deleted => illegal,
         },

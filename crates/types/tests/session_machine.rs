@@ -14,7 +14,7 @@ pending   starting queued  .       .            .       .          .        .   
 queued    starting .       .       .            .       .          .        .            .         .          .               deleting .
 starting  .        .       active  failed       .       .          .        .            .         .          failed          deleting .
 active    .        .       .       .            pausing .          .        paused       host_lost .          .               deleting .
-pausing   .        .       .       .            .       paused     .        paused       .         .          host_lost       deleting .
+pausing   .        .       .       .            .       paused     .        paused       host_lost .          pausing         deleting .
 paused    .        .       .       .            .       .          resuming .            .         .          .               deleting .
 resuming  .        .       active  paused       .       .          .        .            .         .          paused          deleting .
 host_lost .        .       .       .            .       .          .        paused       .         active     .               deleting .
@@ -94,7 +94,8 @@ fn exactly_the_transitional_states_have_a_deadline_and_each_deadline_leads_somew
         let passed = transition(state, SessionEvent::DeadlinePassed);
         assert_eq!(passed.is_ok(), is_transitional, "`{state}` when its deadline passes");
         if let Ok(next) = passed {
-            let starts_over = next.state == state && next.actions.contains(&Action::DeleteOp);
+            let starts_over = next.state == state
+                && next.actions.iter().any(|action| matches!(action, Action::DeleteOp | Action::PauseOp));
             assert!(next.state != state || starts_over, "`{state}` waits on without doing anything");
         }
     }
@@ -102,13 +103,16 @@ fn exactly_the_transitional_states_have_a_deadline_and_each_deadline_leads_somew
 
 #[test]
 fn nothing_waits_for_ever_when_nobody_answers() {
-    // Only deadlines happen. All but a deletion, which never gives up, come to a state that may last.
+    // Only deadlines happen, and the loss of the host. All but a deletion, which never gives up, come to a state that may
+    // last.
     for &start in SessionState::ALL.iter().filter(|state| **state != SessionState::Deleting) {
         let mut state = start;
         for _ in SessionState::ALL {
             if state.deadline().is_some() {
-                state =
-                    transition(state, SessionEvent::DeadlinePassed).expect("the deadline is an edge").state;
+                state = transition(state, SessionEvent::HostLost)
+                    .or_else(|_| transition(state, SessionEvent::DeadlinePassed))
+                    .expect("the deadline is an edge")
+                    .state;
             }
         }
         assert!(state.deadline().is_none(), "from `{start}` deadlines lead in circles through `{state}`");
@@ -174,6 +178,8 @@ impl Store {
                     }
                 }
                 Action::StartOp => self.begin(Operation::Start)?,
+                // Started over it supersedes itself.
+                Action::PauseOp if self.operation == Some(Operation::Pause) => {}
                 Action::PauseOp => self.begin(Operation::Pause)?,
                 // Supersedes whatever runs.
                 Action::DeleteOp => self.operation = Some(Operation::Delete),

@@ -6,13 +6,15 @@ use std::time::Duration;
 use cloister_types::session::{Reason, SessionEvent, SessionState};
 use cloister_types::{HostId, SandboxId, SessionId};
 
+use sqlx::PgConnection;
+
 use super::admission::{Decision, Demand, decide};
 use super::create::locked_views;
 use super::fault::commit;
 use super::host::notify;
 use super::op::claim;
 use super::session::{parse_word, session_query};
-use super::store::to_seconds;
+use super::store::{Failure, to_seconds};
 use super::transition::{Placement, apply, apply_placed};
 use super::{ClaimedOp, LeaseHolder, SessionRecord, Store, StoreError, TransitionParams};
 
@@ -37,8 +39,7 @@ pub struct DeadlinePassed {
     pub from: SessionState,
     /// The session after it. From `starting` it is `failed`, and its host may hold a sandbox that nobody wants: send
     /// a removal with this record's epoch. From `resuming` it is `paused`, and its host may run one: send a stop. From
-    /// `pausing` it is `host_lost`, although its host may well be connected: end the link, so that the host registers
-    /// again and its report decides.
+    /// `pausing` it is `pausing` again, with a new operation, or `host_lost` when its host is.
     pub session: SessionRecord,
 }
 
@@ -178,8 +179,8 @@ impl Store {
         .await
     }
 
-    /// Applies `deadline_passed` to up to `limit` sessions whose step lasted too long. Each gets a new epoch, so that
-    /// the late step is refused on its host.
+    /// Applies `deadline_passed` to up to `limit` sessions whose step lasted too long, and `host_lost` to a pause whose
+    /// host does not answer. Each gets a new epoch, so that the late step is refused on its host.
     ///
     /// # Errors
     ///
@@ -200,9 +201,19 @@ impl Store {
             for row in rows {
                 let before = SessionRecord::try_from(row)?;
                 let lasted = before.state.deadline().unwrap_or_default().as_secs();
+                let event = match before.state {
+                    SessionState::Pausing if !answers(&mut tx, before.host_id.as_ref()).await? => {
+                        SessionEvent::HostLost
+                    }
+                    _ => SessionEvent::DeadlinePassed,
+                };
+                let starts_over = event == SessionEvent::DeadlinePassed
+                    && matches!(before.state, SessionState::Pausing | SessionState::Deleting);
                 let params = TransitionParams {
+                    // What starts over is still done for the reason it was begun for.
+                    reason: if starts_over { before.reason } else { Some(Reason::DeadlineExceeded) },
                     message: format!("it was `{}` for more than {lasted} s", before.state),
-                    ..TransitionParams::new(before.id.clone(), SessionEvent::DeadlinePassed)
+                    ..TransitionParams::new(before.id.clone(), event)
                 };
                 let session = apply(&mut tx, &before, &params).await?;
                 passed.push(DeadlinePassed { from: before.state, session });
@@ -325,4 +336,14 @@ impl Store {
         })
         .await
     }
+}
+
+/// Returns whether a session's host has not missed its heartbeats. One that comes back right after is not missed: its
+/// report waits for the session's lock, which the caller holds. Reads `hosts_pkey`.
+async fn answers(connection: &mut PgConnection, host_id: Option<&HostId>) -> Result<bool, Failure> {
+    let connected =
+        sqlx::query_scalar!("SELECT connected FROM hosts WHERE id = $1", host_id.map(HostId::as_str))
+            .fetch_optional(connection)
+            .await?;
+    Ok(connected.unwrap_or(false))
 }

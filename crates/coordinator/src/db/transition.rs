@@ -226,7 +226,9 @@ pub(super) async fn apply_placed(
         return Ok(session.clone());
     }
     // Whoever acted until now may no longer: a new operation, or a step that was given up.
-    let epoch_step = i64::from(new_op.is_some() || params.event == SessionEvent::DeadlinePassed);
+    let gives_up = params.event == SessionEvent::DeadlinePassed
+        || (params.event == SessionEvent::HostLost && op_ends.is_some());
+    let epoch_step = i64::from(new_op.is_some() || gives_up);
     let (reason, message) = explain(session, params);
     let started = params.started.as_ref();
     let changed = session_query!(

@@ -4,6 +4,7 @@
 use cloister_types::session::{Reason, transition};
 
 use super::*;
+use crate::test_support::host_registration;
 
 #[tokio::test]
 async fn pause_gives_capacity_back_and_resume_takes_it_on_the_same_host() {
@@ -208,7 +209,8 @@ async fn every_transitional_state_is_given_up_at_its_deadline_and_no_other() {
         assert_eq!(passed[0].from, state);
         let after = &passed[0].session;
         assert_eq!(after.state, transition(state, SessionEvent::DeadlinePassed).unwrap().state);
-        assert_eq!(after.reason, Some(Reason::DeadlineExceeded));
+        let reason = if after.state == state { before.reason } else { Some(Reason::DeadlineExceeded) };
+        assert_eq!(after.reason, reason, "{state}");
         assert!(after.epoch > before.epoch, "the late step is fenced off");
         if state != SessionState::Pausing {
             // Out of the way of the next state's look.
@@ -220,6 +222,50 @@ async fn every_transitional_state_is_given_up_at_its_deadline_and_no_other() {
         test.store.commit_transition(&TransitionParams::new(id.clone(), SessionEvent::Delete)).await.unwrap();
         test.store.commit_transition(&TransitionParams::new(id, SessionEvent::Removed)).await.unwrap();
     }
+}
+
+#[tokio::test]
+async fn a_pause_that_lasts_too_long_starts_over_on_a_host_that_answers_and_waits_for_one_that_does_not() {
+    let test = store!();
+    let (host, _) = test.host("a", ByteCount::gib(1)).await;
+    let session = test.active("one").await;
+    let first = test.pause(&session.id, "pause").await.op.expect("a pause to do");
+    test.clock.advance(SECOND * 61);
+    let passed = test.store.pass_deadlines(10).await.unwrap();
+    let after = &passed[0].session;
+    assert_eq!((after.state, after.reason), (SessionState::Pausing, Some(Reason::Requested)));
+    assert!(after.epoch > first.epoch, "the late stop is fenced off");
+    let late = TransitionParams {
+        epoch: Some(first.epoch),
+        op_id: Some(first.id.clone()),
+        ..TransitionParams::new(session.id.clone(), SessionEvent::PauseDone)
+    };
+    assert!(matches!(test.store.commit_transition(&late).await, Err(StoreError::Conflict { .. })));
+    let again =
+        test.store.claim_due_ops(&holder(), 10).await.unwrap().pop().expect("the host is asked again");
+    assert_eq!((again.kind, &again.session.id), (OpKind::Pause, &session.id));
+
+    // Nobody answers: only then is it not known whether the sandbox runs.
+    test.clock.advance(SECOND * 61);
+    assert_eq!(test.store.mark_lost_hosts(SECOND * 5).await.unwrap().len(), 1);
+    let passed = test.store.pass_deadlines(10).await.unwrap();
+    let after = &passed[0].session;
+    assert_eq!((after.state, after.reason), (SessionState::HostLost, Some(Reason::DeadlineExceeded)));
+    assert!(after.epoch > again.epoch, "the late stop is fenced off");
+    assert!(test.store.claim_due_ops(&holder(), 10).await.unwrap().is_empty(), "nothing is under way");
+
+    // The host's report decides.
+    let host = HostRegistration { id: host, ..host_registration(ByteCount::gib(1)) };
+    let link = test.store.register_host(&host).await.unwrap();
+    let kept = SandboxReport {
+        session_id: session.id.clone(),
+        sandbox_id: None,
+        epoch: after.epoch,
+        running: false,
+    };
+    let outcome = test.store.reconcile_report(&host.id, link.link_epoch, false, &[kept]).await.unwrap();
+    assert_eq!(outcome.gone, [session.id.clone()]);
+    assert_eq!(test.state(&session.id).await, SessionState::Paused);
 }
 
 #[tokio::test]
