@@ -317,6 +317,31 @@ impl HostLinks {
         }
     }
 
+    /// Sends a command that takes back what is no longer wanted. A host that is away is told when it registers; one that
+    /// is there and fails at it would never be told again, so its link is ended: it registers, and its report decides.
+    pub async fn take_back(
+        &self,
+        host_id: &HostId,
+        session_id: &SessionId,
+        epoch: u64,
+        command: impl Into<CommandKind>,
+        deadline: Duration,
+    ) {
+        let Err(error) = self.command(host_id, session_id, epoch, command, deadline).await else { return };
+        match error.refusal() {
+            // A newer epoch means that somebody else decides.
+            None | Some(HostErrorKind::Fenced | HostErrorKind::NotFound | HostErrorKind::NotRunning) => {
+                tracing::debug!(session_id = %session_id, host_id = %host_id, error = %error, "the host learns it when it registers");
+            }
+            Some(_) => {
+                tracing::warn!(session_id = %session_id, host_id = %host_id, error = %error, "the host has to register again, since it could not take back what was given up");
+                if let Some(link) = lock(&self.inner.links).get(host_id) {
+                    link.closed.cancel();
+                }
+            }
+        }
+    }
+
     /// Asks a host to open a byte stream and returns it. `request.stream_id` is filled in here.
     ///
     /// # Errors

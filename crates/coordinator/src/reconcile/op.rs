@@ -244,10 +244,7 @@ impl OpExecutor {
             return;
         }
         let remove = RemoveSandbox::default();
-        let answer = self.links.command(host_id, &session.id, op.epoch, remove, REMOVE_DEADLINE).await;
-        if let Err(error) = answer {
-            tracing::debug!(session_id = %session.id, host_id = %host_id, error = %error, "the host removes it when it registers");
-        }
+        self.links.take_back(host_id, &session.id, op.epoch, remove, REMOVE_DEADLINE).await;
     }
 
     async fn pause(&self, op: &ClaimedOp) -> Outcome {

@@ -127,10 +127,10 @@ impl Deadlines {
         let session = deadline.session;
         let Some(host_id) = session.host_id.clone() else { return };
         self.tasks.spawn(CLEAN_UP, async move {
-            let answer = match (deadline.from, session.sandbox_id) {
+            match (deadline.from, session.sandbox_id) {
                 (SessionState::Starting, _) => {
                     let remove = RemoveSandbox::default();
-                    links.command(&host_id, &session.id, session.epoch, remove, CLEAN_UP_DEADLINE).await
+                    links.take_back(&host_id, &session.id, session.epoch, remove, CLEAN_UP_DEADLINE).await;
                 }
                 (SessionState::Resuming, Some(sandbox_id)) => {
                     let stop = StopSandbox {
@@ -138,12 +138,10 @@ impl Deadlines {
                         grace_ms: STOP_GRACE,
                         ..Default::default()
                     };
-                    links.command(&host_id, &session.id, session.epoch, stop, CLEAN_UP_DEADLINE).await
+                    links.take_back(&host_id, &session.id, session.epoch, stop, CLEAN_UP_DEADLINE).await;
                 }
-                _ => return Ok(()),
-            };
-            if let Err(error) = answer {
-                tracing::debug!(session_id = %session.id, host_id = %host_id, error = %error, "the host learns it when it registers");
+                // Started over, or nothing that a host has.
+                _ => {}
             }
             Ok::<(), std::convert::Infallible>(())
         });

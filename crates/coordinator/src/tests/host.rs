@@ -61,6 +61,8 @@ pub(super) struct Faults {
     pub(super) silent: AtomicBool,
     /// Refuse to make sandboxes with this.
     pub(super) refuse_create: Mutex<Option<(HostErrorKind, String)>>,
+    /// Fail at removing.
+    pub(super) refuse_remove: AtomicBool,
     /// Claim this isolation for new sandboxes.
     pub(super) weak: AtomicBool,
 }
@@ -120,6 +122,11 @@ impl FakeHost {
     /// Cuts the link, as a kill does.
     pub(super) fn disconnect(&self) {
         self.task.abort();
+    }
+
+    /// Waits until the coordinator has ended the link.
+    pub(super) async fn link_ended(&self) {
+        self.events.closed().await;
     }
 
     pub(super) async fn reconnect(self, coordinator: &TestCoordinator) -> Self {
@@ -330,6 +337,9 @@ impl Runner {
                     }
                     _ => refused(HostErrorKind::NotFound, "no such sandbox"),
                 }
+            }
+            CommandKind::Remove(_) if self.faults.refuse_remove.load(Ordering::SeqCst) => {
+                refused(HostErrorKind::Internal, "the layer is busy")
             }
             CommandKind::Remove(_) => {
                 let mut state = self.state.lock().expect("lock");

@@ -204,6 +204,23 @@ async fn a_failed_start_says_why_and_a_weaker_sandbox_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connected_host_that_cannot_take_back_a_failed_start_is_told_again() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let host = FakeHost::connect(&coordinator, 8 * GIB).await;
+    let owner = coordinator.owner().await;
+    host.faults.weak.store(true, Ordering::SeqCst);
+    host.faults.refuse_remove.store(true, Ordering::SeqCst);
+    let floor = CreateSessionRequest { isolation_floor: common::Isolation::Container.into(), ..create("c1") };
+    let failed = owner.sessions().create_session(floor).await.expect("create").into_owned().session;
+    assert_eq!(failed.state, SessionState::Failed);
+    let id = failed.id.clone();
+    assert!(host.state().sandboxes.contains_key(&id), "it could not be removed");
+    tokio::time::timeout(SOON, host.link_ended()).await.expect("its link is ended, so that it registers");
+    let host = host.reconnect(&coordinator).await;
+    assert!(host.state().removed.contains(&id), "its report was answered with what to remove");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_host_that_fails_gets_a_few_attempts() {
     let Some(coordinator) = TestCoordinator::start().await else { return };
     let host = FakeHost::connect(&coordinator, 8 * GIB).await;
