@@ -32,7 +32,8 @@ pub(crate) struct SandboxArgs {
     /// Backend: `auto`, `namespace` or `sim`
     #[arg(long, value_name = "BACKEND")]
     pub(crate) backend: Option<String>,
-    /// Weakest isolation to accept: `none`, `emulated`, `container`, `gvisor` or `microvm`
+    /// Weakest isolation to accept: `none`, `emulated`, `container`, `gvisor` or `microvm`. Not given it is `container`,
+    /// or what the backend has that `--backend` names
     #[arg(long, value_name = "LEVEL")]
     pub(crate) isolation: Option<Isolation>,
     /// Delete the session by itself after this long, for example `2h`

@@ -36,6 +36,12 @@ impl Isolation {
         }
     }
 
+    /// Returns the floor of a session that sets none: `container`, so that nothing runs without isolation by
+    /// oversight. Whoever names a backend that has less has asked for what it has.
+    pub fn default_floor(backend: Option<BackendKind>) -> Self {
+        backend.map_or(Self::Container, |kind| kind.isolation().min(Self::Container))
+    }
+
     /// Returns whether a sandbox with this isolation may run a session that asks for at least `floor`.
     pub fn satisfies(self, floor: Self) -> bool {
         match self {
@@ -147,6 +153,13 @@ mod tests {
         assert!(Isolation::Gvisor.satisfies(Isolation::Container));
         assert!(!Isolation::Container.satisfies(Isolation::Gvisor));
         assert!(Isolation::Container.satisfies(Isolation::Container));
+    }
+
+    #[test]
+    fn a_session_that_sets_no_floor_gets_a_container_unless_it_names_less() {
+        assert_eq!(Isolation::default_floor(None), Isolation::Container);
+        assert_eq!(Isolation::default_floor(Some(BackendKind::Namespace)), Isolation::Container);
+        assert_eq!(Isolation::default_floor(Some(BackendKind::Sim)), Isolation::None);
     }
 
     #[test]

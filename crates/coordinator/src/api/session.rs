@@ -167,7 +167,7 @@ fn create_params(request: &CreateSessionRequest) -> Result<CreateSession, AppErr
         limits,
         backend,
         isolation_floor: isolation_from_proto("isolation_floor", request.isolation_floor)?
-            .unwrap_or(Isolation::None),
+            .unwrap_or_else(|| Isolation::default_floor(backend)),
         ttl: field::ttl(request.ttl_ms)?,
     })
 }

@@ -185,9 +185,9 @@ async fn a_failed_start_says_why_and_a_weaker_sandbox_is_refused() {
 
     *host.faults.refuse_create.lock().unwrap() = None;
     host.faults.weak.store(true, Ordering::SeqCst);
-    let floor = CreateSessionRequest { isolation_floor: common::Isolation::Container.into(), ..create("c2") };
-    let failed = owner.sessions().create_session(floor).await.expect("create").into_owned().session;
-    assert_eq!(failed.state, SessionState::Failed);
+    let failed = owner.sessions().create_session(create("c2")).await.expect("create").into_owned().session;
+    assert_eq!(failed.state, SessionState::Failed, "who says nothing gets a container or nothing");
+    assert_eq!(failed.isolation_floor, common::Isolation::Container);
     assert!(failed.message.contains("weaker"), "{}", failed.message);
     let id = failed.id.clone();
     tokio::time::timeout(SOON, async {
@@ -197,6 +197,12 @@ async fn a_failed_start_says_why_and_a_weaker_sandbox_is_refused() {
     })
     .await
     .expect("what the weak sandbox left is removed");
+
+    let named = CreateSessionRequest { backend: "sim".to_owned(), ..create("c4") };
+    let named = owner.sessions().create_session(named).await.expect("create").into_owned().session;
+    assert_eq!((named.state.as_known(), named.isolation_floor.as_known()), {
+        (Some(SessionState::Active), Some(common::Isolation::None))
+    });
 
     let impossible =
         CreateSessionRequest { isolation_floor: common::Isolation::Microvm.into(), ..create("c3") };
@@ -210,8 +216,7 @@ async fn a_connected_host_that_cannot_take_back_a_failed_start_is_told_again() {
     let owner = coordinator.owner().await;
     host.faults.weak.store(true, Ordering::SeqCst);
     host.faults.refuse_remove.store(true, Ordering::SeqCst);
-    let floor = CreateSessionRequest { isolation_floor: common::Isolation::Container.into(), ..create("c1") };
-    let failed = owner.sessions().create_session(floor).await.expect("create").into_owned().session;
+    let failed = owner.sessions().create_session(create("c1")).await.expect("create").into_owned().session;
     assert_eq!(failed.state, SessionState::Failed);
     let id = failed.id.clone();
     assert!(host.state().sandboxes.contains_key(&id), "it could not be removed");
