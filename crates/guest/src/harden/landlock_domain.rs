@@ -3,8 +3,11 @@
 //! Handled is every file access right of the kernel's ABI up to [`KNOWN_ABI`], an explicit set: a newer kernel's rights
 //! are taken up by a change here, tested. Everything below `/` may be read and executed; writing, making, removing, linking
 //! and truncating only below [`WRITABLE`]; never granted anywhere is making device nodes. A domain forbids all changes of
-//! the mount tree and tracing anything outside of it. From ABI 6 on it also confines abstract sockets and signals to the
-//! domain, so that a program can signal only what its own exec started.
+//! the mount tree and tracing anything outside of it. From ABI 6 on it also confines abstract sockets to the domain.
+//!
+//! Signals are left to user ids, although a domain could confine them too: the execs of a sandbox are one machine's
+//! programs, and one that is told to stop another must be able to. Pid 1 is another user's, and none of the work has a
+//! capability (ADR 0008).
 //!
 //! TCP ports are not handled: there is no "all ports" rule, and the network namespace decides what can be reached.
 
@@ -79,7 +82,7 @@ fn make_ruleset() -> Result<OwnedFd, HardenError> {
         .set_compatibility(CompatLevel::HardRequirement)
         .handle_access(all)
         .map_err(failed)?;
-    let scopes: BitFlags<Scope> = Scope::from_all(abi);
+    let scopes: BitFlags<Scope> = Scope::from_all(abi) & Scope::AbstractUnixSocket;
     if !scopes.is_empty() {
         ruleset = ruleset.scope(scopes).map_err(failed)?;
     }

@@ -29,6 +29,7 @@ pub(crate) const ALL: &[Case] = cases![
     setuid_bits_and_devices_have_no_effect,
     host_processes_are_invisible,
     pid_1_cannot_be_touched,
+    one_exec_ends_what_another_started,
     network_is_refused_at_once,
     host_abstract_sockets_are_unreachable,
     disk_limit_of_tmpfs_is_enospc,
@@ -275,9 +276,37 @@ fn pid_1_cannot_be_touched() {
         assert!(["EPERM", "EACCES"].contains(&outcome.as_str()), "{attack}: {outcome}");
     }
     assert_eq!(sandbox.shell("grep Uid /proc/1/status"), "Uid:\t65533\t65533\t65533\t65533");
-    let (code, _) = sandbox.shell_as(0, "kill -9 1; kill -TERM 1; kill -9 -1; true");
-    assert!([0, 137].contains(&code), "{code}");
+    for uid in [0, 1000] {
+        for signal in ["KILL", "STOP", "TERM", "CONT", "SEGV", "RTMIN"] {
+            let (code, output) = sandbox.shell_as(uid, &format!("kill -{signal} 1"));
+            assert!(code != 0 && output.contains("not permitted"), "{uid} {signal}: {code} {output}");
+        }
+        let (code, _) = sandbox.shell_as(uid, "kill -9 -1; true");
+        assert!([0, 137].contains(&code), "{code}");
+    }
+    // Nobody becomes the guest agent's user, whose processes it could signal.
+    assert_eq!(sandbox.attack("become_agent", ""), "EPERM");
+    assert!(!sandbox.shell("grep State /proc/1/status").contains('T'), "it is stopped");
     assert_eq!(sandbox.shell("echo alive"), "alive");
+}
+
+fn one_exec_ends_what_another_started() {
+    let sandbox = Sandbox::start();
+    let left = "sleep 1000 >/dev/null 2>&1 </dev/null & echo $!";
+    let [roots, users] = [0, 1000].map(|uid| sandbox.shell_as(uid, left).1);
+    let ended = |pid: &str| {
+        wait_until("a signal of another exec", || {
+            let (_, state) = sandbox.shell_as(0, &format!("grep State /proc/{pid}/status"));
+            if state.contains("State:\tS") { Err(state) } else { Ok(()) }
+        });
+    };
+    // As everywhere: of the same user, and not across users.
+    assert_eq!(sandbox.attack_as(1000, "signal", &roots), "EPERM");
+    assert_eq!(sandbox.attack("signal", &users), "EPERM", "root inside has no capability");
+    assert_eq!(sandbox.shell_as(1000, &format!("kill {users}")).0, 0);
+    ended(&users);
+    assert_eq!(sandbox.shell_as(0, &format!("kill {roots}")).0, 0);
+    ended(&roots);
 }
 
 fn network_is_refused_at_once() {
@@ -552,14 +581,10 @@ fn control_landlock() {
     let left = "sleep 1000 >/dev/null 2>&1 </dev/null & echo $!";
     let sandbox = Sandbox::without(&[Defence::Landlock]);
     let pid = sandbox.shell(left);
-    assert_eq!(sandbox.attack("signal", &pid), "ok");
     assert_eq!(sandbox.attack("read_file", &format!("/proc/{pid}/environ")), "ok");
     let contained = Sandbox::start();
     let pid = contained.shell(left);
     assert_eq!(contained.attack("read_file", &format!("/proc/{pid}/environ")), "EACCES");
-    if contained.facts()["landlock_abi"].parse::<u32>().unwrap() >= 6 {
-        assert_eq!(contained.attack("signal", &pid), "EPERM");
-    }
     // Without Landlock the mounts still refuse.
     assert_eq!(sandbox.attack("write_file", "/usr/x"), "EROFS");
 }
