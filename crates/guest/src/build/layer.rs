@@ -3,7 +3,8 @@
 //! The layer outlives sandboxes: a paused session comes back on it. Its top directory is never visible inside; each
 //! of [`DIRECTORIES`] is bound to its place in the root. Once a guest has run, everything below those directories is
 //! hostile: a link may stand where a directory was. So the builder writes into them only while the marker is missing,
-//! which says that no guest has run yet; later it only opens them without following links.
+//! which says that no guest has run yet; later it only opens them without following links. The one thing it changes
+//! later is the sandbox's name in `/etc`, by [`etc::rename_host`].
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -41,6 +42,9 @@ const SUBDIRECTORIES: &[(&str, u32)] = &[
 
 /// Written last at first use; holds the first host id of the owner range.
 const MARKER: &str = ".cloister-layer";
+
+/// Holds the name that is in the layer's `/etc`.
+const HOSTNAME: &str = ".cloister-hostname";
 
 /// Mounts the layer at `mount_point` in the calling process's mount namespace, and returns its root directory.
 pub(super) fn mount(config: &ShimConfig, mount_point: &Path) -> Result<OwnedFd, BuildError> {
@@ -83,11 +87,13 @@ pub(super) fn ensure_content(layer: BorrowedFd<'_>, config: &ShimConfig) -> Resu
         Ok(marker) => {
             let text = std::io::read_to_string(std::fs::File::from(marker)).step_at(STEP, MARKER)?;
             // Files of another range would belong to nobody inside, or to another session outside.
-            return if text.trim() == config.id_base.to_string() {
-                Ok(false)
-            } else {
-                Err(Errno::PERM).step_at("check owner of layer", MARKER)
-            };
+            if text.trim() != config.id_base.to_string() {
+                return Err(Errno::PERM).step_at("check owner of layer", MARKER);
+            }
+            // A layer that is full, or in which the guest put something in the way, keeps what it has: that must not
+            // keep a session from its resume.
+            let _ = take_name(layer, &config.hostname, config.id_base);
+            return Ok(false);
         }
         Err(Errno::NOENT) => {}
         Err(error) => return Err(error).step_at(STEP, MARKER),
@@ -106,9 +112,25 @@ pub(super) fn ensure_content(layer: BorrowedFd<'_>, config: &ShimConfig) -> Resu
         path: Some(error.path),
         source: error.source,
     })?;
+    write_file(layer, HOSTNAME, config.hostname.as_bytes(), 0o600, Uid::ROOT.as_raw())
+        .step_at(STEP, HOSTNAME)?;
     write_file(layer, MARKER, config.id_base.to_string().as_bytes(), 0o600, Uid::ROOT.as_raw())
         .step_at(STEP, MARKER)?;
     Ok(true)
+}
+
+/// Brings the layer's `/etc` to the name that its sandbox has now.
+pub(crate) fn take_name(layer: BorrowedFd<'_>, hostname: &str, id_base: u32) -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let written = openat(layer, HOSTNAME, flags, Mode::empty())
+        .ok()
+        .and_then(|file| std::io::read_to_string(std::fs::File::from(file)).ok());
+    if written.as_deref() == Some(hostname) {
+        return Ok(());
+    }
+    let directory = open_directory(layer, "etc")?;
+    etc::rename_host(directory.as_fd(), hostname, id_base)?;
+    write_file(layer, HOSTNAME, hostname.as_bytes(), 0o600, Uid::ROOT.as_raw())
 }
 
 /// Makes a directory of the sandbox's user `id`; one that an interrupted first use left is taken over.

@@ -5,10 +5,11 @@
 //! the configuration that Debian keeps in `/etc` for runtimes. Anything an administrator may have put a secret into
 //! (`environment`, `gitconfig`, `npmrc`, `pip.conf`, `profile.d`, `ssh`) is ours or absent, never the host's.
 
+use std::io::Read as _;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
 use crate::build::layer::{make_directory, make_symlink, write_file};
@@ -106,6 +107,11 @@ const BASHRC: &str = "[ -z \"$PS1\" ] && return\n\
     shopt -s checkwinsize\n\
     PS1='\\u@\\h:\\w\\$ '\n";
 
+/// What the sandbox's own name resolves to.
+const OWN_ADDRESS: &str = "127.0.1.1";
+/// Longest `/etc/hosts` that is rewritten.
+const HOSTS_MAX: u64 = 1 << 20;
+
 /// A file of `/etc` that could not be made.
 #[derive(Debug)]
 pub(crate) struct EtcError {
@@ -118,11 +124,17 @@ pub(crate) struct EtcError {
 /// Writes the files of our own to the empty directory `etc`, and makes a place for each of the host's that exists.
 pub(crate) fn write(etc: BorrowedFd<'_>, config: &ShimConfig) -> Result<(), EtcError> {
     let base = config.id_base;
-    write_names_in(etc, &config.hostname, base)?;
+    let hosts = format!(
+        "127.0.0.1\tlocalhost\n{OWN_ADDRESS}\t{}\n::1\tlocalhost ip6-localhost ip6-loopback\n",
+        config.hostname
+    );
+    let hostname = format!("{}\n", config.hostname);
     for (name, content) in [
         ("passwd", PASSWD),
         ("group", GROUP),
         ("nsswitch.conf", NSSWITCH),
+        ("hosts", hosts.as_str()),
+        ("hostname", hostname.as_str()),
         ("profile", PROFILE),
         ("bash.bashrc", BASHRC),
         ("shells", "/bin/sh\n/bin/bash\n"),
@@ -155,21 +167,54 @@ pub(crate) fn write(etc: BorrowedFd<'_>, config: &ShimConfig) -> Result<(), EtcE
     Ok(())
 }
 
-/// Writes the files that hold the sandbox's own name. Only while no guest has run on the layer: a later one may have put
-/// a link in their place.
-pub(crate) fn write_names(layer: BorrowedFd<'_>, hostname: &str, id_base: u32) -> Result<(), Errno> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let etc = rustix::fs::openat(layer, "etc", flags, Mode::empty())?;
-    write_names_in(etc.as_fd(), hostname, id_base).map_err(|error| error.source)
+/// Writes a new name into the `etc` of a layer in which a guest has run: its `hostname`, and the line of its own address in
+/// its `hosts`, whose other lines stay. Both are replaced as a whole, so that nothing is written through a link.
+///
+/// # Errors
+///
+/// What the kernel said: the layer is full, or the guest put something in the way that cannot be replaced.
+pub(crate) fn rename_host(etc: BorrowedFd<'_>, hostname: &str, id_base: u32) -> Result<(), Errno> {
+    replace_file(etc, "hostname", format!("{hostname}\n").as_bytes(), id_base)?;
+    // Not blocking: a pipe may stand there.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let Ok(hosts) = openat(etc, "hosts", flags, Mode::empty()) else { return Ok(()) };
+    let stat = rustix::fs::fstat(hosts.as_fd())?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Ok(());
+    }
+    let mut text = Vec::new();
+    std::fs::File::from(hosts)
+        .take(HOSTS_MAX + 1)
+        .read_to_end(&mut text)
+        .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+    let is_own = |line: &[u8]| {
+        line.strip_prefix(OWN_ADDRESS.as_bytes())
+            .is_some_and(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))
+    };
+    let mut lines: Vec<&[u8]> = text.split(|byte| *byte == b'\n').collect();
+    let Some(own) = lines.iter().position(|line| is_own(line)) else { return Ok(()) };
+    if u64::try_from(text.len()).map_or(true, |length| length > HOSTS_MAX) {
+        return Ok(());
+    }
+    let line = format!("{OWN_ADDRESS}\t{hostname}");
+    lines[own] = line.as_bytes();
+    replace_file(etc, "hosts", &lines.join(&b'\n'), id_base)
 }
 
-fn write_names_in(etc: BorrowedFd<'_>, hostname: &str, id_base: u32) -> Result<(), EtcError> {
-    let hosts =
-        format!("127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n");
-    for (name, content) in [("hosts", hosts), ("hostname", format!("{hostname}\n"))] {
-        write_file(etc, name, content.as_bytes(), 0o644, id_base).map_err(|source| at(name, source))?;
+/// Puts a file of the sandbox's root in the place of whatever has this name, a directory excepted.
+fn replace_file(etc: BorrowedFd<'_>, name: &str, content: &[u8], id_base: u32) -> Result<(), Errno> {
+    let new = format!(".{name}.cloister");
+    match unlinkat(etc, new.as_str(), AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(error) => return Err(error),
     }
-    Ok(())
+    // Nothing has that name now, and no guest runs that could give it to something.
+    write_file(etc, &new, content, 0o644, id_base)
+        .and_then(|()| renameat(etc, new.as_str(), etc, name))
+        .inspect_err(|_| {
+            // What was made of it takes room that a full layer needs.
+            let _ = unlinkat(etc, new.as_str(), AtFlags::empty());
+        })
 }
 
 fn at(name: &str, source: Errno) -> EtcError {

@@ -16,7 +16,7 @@ use cloister_api::guest::{self, ErrorKind};
 use super::config::ShimConfig;
 use super::exec_table::Refusal;
 use super::lifecycle::Shim;
-use crate::etc;
+use crate::build::layer;
 
 /// The name of the fact that a claim changes.
 const HOSTNAME_FACT: &str = "hostname";
@@ -82,7 +82,7 @@ pub(super) fn claim(shim: &Shim, request: &guest::ClaimSandbox) -> Result<(), Re
     rustix::system::sethostname(hostname.as_bytes())
         .map_err(|error| failed("set the hostname")(error.into()))?;
     shim.counters
-        .with_layer(|layer| etc::write_names(layer, hostname, shim.config.id_base))
+        .with_layer(|layer| layer::take_name(layer, hostname, shim.config.id_base))
         .map_err(|error| failed("write the hostname")(error.into()))?;
     for (name, value) in shim.facts.borrow_mut().iter_mut() {
         if name == HOSTNAME_FACT {

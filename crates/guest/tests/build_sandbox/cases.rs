@@ -36,6 +36,8 @@ pub(crate) const ALL: &[Case] = cases![
     disk_limit_of_image_is_enospc,
     layer_survives_the_sandbox,
     links_planted_in_the_layer_are_not_followed,
+    a_layer_takes_the_name_it_is_resumed_under,
+    a_new_name_is_not_written_through_what_a_guest_planted,
     nothing_is_left_after_shim_is_killed,
     nothing_is_left_after_failed_build,
     processes_join_their_cgroups,
@@ -404,6 +406,60 @@ fn links_planted_in_the_layer_are_not_followed() {
     let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", second.shim_pid())).unwrap();
     assert!(!mounts.contains(outside.path().to_str().unwrap()), "{mounts}");
     assert_eq!(second.attack("read_file", "/etc/ld.so.conf"), "ENOENT");
+}
+
+/// A sandbox on this layer under this name, which has run `script` when it returns.
+fn run_on_layer(layer: &Path, id_base: u32, hostname: &str, script: &str) -> String {
+    let mut sandbox = Sandbox::start_with(|config| {
+        config.disk = DiskConfig::Directory { path: layer.to_owned() };
+        config.id_base = id_base;
+        config.hostname = hostname.to_owned();
+    });
+    let output = sandbox.shell(script);
+    sandbox.kill_shim();
+    wait_for_death(sandbox.pid);
+    output
+}
+
+fn a_layer_takes_the_name_it_is_resumed_under() {
+    let layer = tempfile::tempdir().unwrap();
+    let own = tempfile::tempdir().unwrap();
+    let id_base = crate::sandbox::config(own.path()).id_base;
+    let run = |hostname: &str, script: &str| run_on_layer(layer.path(), id_base, hostname, script);
+    run("first", "echo '192.0.2.7 mine' >> /etc/hosts");
+    let names = "hostname; cat /etc/hostname; getent hosts second | wc -l; grep -c first /etc/hosts; \
+                 getent hosts mine | wc -l; stat -c '%u %a' /etc/hostname /etc/hosts";
+    assert_eq!(run("second", names), "second\nsecond\n1\n0\n1\n0 644\n0 644");
+    run("second", "echo own > /etc/hostname; rm /etc/hosts");
+    let kept = "cat /etc/hostname; ls /etc/hosts 2>&1 | grep -c 'No such'";
+    assert_eq!(run("second", kept), "own\n1", "what was changed inside stays, under the same name");
+}
+
+fn a_new_name_is_not_written_through_what_a_guest_planted() {
+    let layer = tempfile::tempdir().unwrap();
+    let own = tempfile::tempdir().unwrap();
+    let id_base = crate::sandbox::config(own.path()).id_base;
+    let outside = own.path().join("outside");
+    fs::write(&outside, "127.0.1.1 outside\n").unwrap();
+    run_on_layer(layer.path(), id_base, "first", "true");
+    let etc = layer.path().join("etc");
+    for name in ["hostname", "hosts"] {
+        fs::remove_file(etc.join(name)).unwrap();
+        std::os::unix::fs::symlink(&outside, etc.join(name)).unwrap();
+    }
+    assert_eq!(
+        run_on_layer(layer.path(), id_base, "second", "hostname; cat /etc/hostname"),
+        "second\nsecond"
+    );
+    assert_eq!(fs::read_to_string(&outside).unwrap(), "127.0.1.1 outside\n");
+    assert!(etc.join("hosts").is_symlink(), "it is the guest's own, and nothing of ours is in it");
+    // What cannot be replaced does not keep a session from its resume, nor a pipe from its builder.
+    fs::remove_file(etc.join("hosts")).unwrap();
+    let fifo = Command::new("mkfifo").arg(etc.join("hosts")).status().unwrap();
+    assert!(fifo.success());
+    fs::remove_file(etc.join("hostname")).unwrap();
+    fs::create_dir_all(etc.join("hostname/full")).unwrap();
+    assert_eq!(run_on_layer(layer.path(), id_base, "third", "hostname"), "third");
 }
 
 fn wait_for_death(pid: i32) {
