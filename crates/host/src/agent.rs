@@ -20,10 +20,10 @@ use std::time::Duration;
 
 use cloister_api::connection::HOST_WIRE_VERSION;
 use cloister_api::convert::{capabilities_to_proto, timestamp_to_proto};
-use cloister_api::host::{Register, SandboxCreated, SandboxEvent, SandboxReport};
+use cloister_api::host::{Register, SandboxCreated, SandboxEvent};
 use cloister_sandbox::backend::{Backend, Gone, Sandbox};
 use cloister_service::{OnCancel, OnError, TaskKind, TaskRegistry, error_chain};
-use cloister_types::{Capability, Clock, HostId, SandboxId, SessionId, SystemClock};
+use cloister_types::{Capability, Clock, HostId, SessionId, SystemClock};
 use tokio::sync::{Semaphore, watch};
 
 use crate::HostError;
@@ -33,6 +33,7 @@ use crate::data_dir::DataDir;
 use crate::epochs::Epochs;
 use crate::events::Events;
 use crate::machine::{self, Capacity};
+use crate::report::Report;
 use crate::turns::Turns;
 
 const WATCH: TaskKind = TaskKind::new("watch-sandbox", OnCancel::Abort, OnError::Log);
@@ -243,27 +244,14 @@ impl Agent {
 
     /// Returns the first message of a link: who this is, what it can do, and what lives here now.
     pub(crate) async fn registration(&self, capabilities: &[Capability]) -> Register {
-        let report = |session_id: &SessionId, sandbox_id: Option<&SandboxId>| SandboxReport {
-            session_id: session_id.to_string(),
-            sandbox_id: sandbox_id.map(SandboxId::to_string).unwrap_or_default(),
-            epoch: self.epochs.highest(session_id),
-            running: sandbox_id.is_some(),
-            ..Default::default()
-        };
-        let mut kept = BTreeSet::new();
-        for backend in self.backends.all() {
-            match backend.sessions().await {
-                Ok(sessions) => kept.extend(sessions.into_iter().map(|(session_id, _)| session_id)),
-                // What runs is known without it; the layers of paused sessions go unreported this time.
-                Err(error) => tracing::warn!(
-                    backend = %backend.kind(), error = cloister_service::error_chain(&error),
-                    "the kept sessions cannot be listed"
-                ),
-            }
-        }
+        let mut report = Report::new(&self.epochs);
         let live = self.live().clone();
-        let running = live.iter().map(|(id, entry)| report(id, Some(&entry.sandbox.spec().sandbox_id)));
-        let paused = kept.iter().filter(|id| !live.contains_key(*id)).map(|id| report(id, None));
+        for (session_id, entry) in &live {
+            report.running(session_id, &entry.sandbox.spec().sandbox_id);
+        }
+        for backend in self.backends.all() {
+            report.kept(backend.as_ref()).await;
+        }
         Register {
             host_id: self.host_id.to_string(),
             name: self.name.clone(),
@@ -274,7 +262,7 @@ impl Agent {
             memory_bytes: self.capacity.memory.0,
             cpu_millis: self.capacity.cpus.0,
             disk_bytes: self.capacity.disk.0,
-            sandboxes: running.chain(paused).collect(),
+            sandboxes: report.into_sandboxes(),
             ..Default::default()
         }
     }

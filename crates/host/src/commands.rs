@@ -170,6 +170,16 @@ impl Agent {
             }
         }
         let backend = self.backends.pick(&create.backend)?;
+        if create.resumes && !backend.kept_session(session_id).await?.is_some_and(|kept| kept.has_layer) {
+            // An empty layer in its place would look like success, with the session's files gone.
+            return Err(Refusal::new(
+                HostErrorKind::LayerMissing,
+                format!(
+                    "the files of session `{session_id}` are no longer on this host: put its directory below \
+                     `sessions` of the host's data directory back, or delete the session"
+                ),
+            ));
+        }
         let waiting = tokio::time::Instant::now();
         let permit = self.creating.acquire().await.map_err(|_| Refusal::stopping())?;
         let waited = waiting.elapsed();

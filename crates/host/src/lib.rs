@@ -30,6 +30,8 @@ mod events;
 mod link;
 mod machine;
 mod refusal;
+mod report;
+mod stop;
 mod stream;
 mod turns;
 
@@ -40,7 +42,6 @@ use std::time::Duration;
 use cloister_sandbox::backend::{Backend, SandboxError};
 use cloister_service::{CancellationToken, TaskRegistry, error_chain};
 use cloister_types::BackendKind;
-use futures::StreamExt as _;
 
 use crate::agent::Agent;
 pub use crate::config::{BackendChoice, HostConfig};
@@ -48,13 +49,10 @@ use crate::data_dir::DataDir;
 pub use crate::data_dir::DataDirError;
 use crate::link::Link;
 pub use crate::machine::{Capacity, CapacityOverride};
+pub use crate::stop::{stop_all, stop_all_with};
 
 /// How long a stop waits for tasks to end by themselves.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(30);
-/// Time between SIGTERM and SIGKILL when all sandboxes are stopped.
-const STOP_ALL_GRACE: Duration = Duration::from_secs(5);
-/// Sandboxes that are stopped at one time.
-const STOP_ALL_PARALLEL: usize = 16;
 
 /// Why a host agent does not run.
 #[derive(Debug, thiserror::Error)]
@@ -170,51 +168,6 @@ async fn own_and_open(config: &HostConfig) -> Result<(DataDir, Vec<Arc<dyn Backe
         Ok((data_dir, backends::open(&config)?))
     })
     .await
-}
-
-/// Stops every sandbox of a data directory whose host agent does not run, and keeps layers and output. Returns
-/// how many were stopped.
-///
-/// # Errors
-///
-/// [`HostError::DataDir`] when an agent runs on it: stop that one first. [`HostError::Stop`] names what still
-/// runs; the others were stopped.
-pub async fn stop_all(config: HostConfig) -> Result<usize, HostError> {
-    let (_owned, backends) = own_and_open(&config).await?;
-    stop_in(backends).await
-}
-
-/// Like [`stop_all`], on backends that the caller has opened.
-///
-/// # Errors
-///
-/// As [`stop_all`].
-pub async fn stop_all_with(config: HostConfig, backends: Vec<Arc<dyn Backend>>) -> Result<usize, HostError> {
-    let _owned = own(&config).await?;
-    stop_in(backends).await
-}
-
-async fn stop_in(backends: Vec<Arc<dyn Backend>>) -> Result<usize, HostError> {
-    let (mut stopped, mut failed) = (0, Vec::new());
-    for backend in backends {
-        let adopt = |source| HostError::Adopt { backend: backend.kind(), source };
-        let (running, _gone) = backend.adopt().await.map_err(adopt)?;
-        let outcomes = futures::stream::iter(running)
-            .map(|sandbox| async move {
-                let outcome = sandbox.stop(STOP_ALL_GRACE).await;
-                outcome.map_err(|error| format!("`{}`: {}", sandbox.spec().sandbox_id, error_chain(&error)))
-            })
-            .buffer_unordered(STOP_ALL_PARALLEL)
-            .collect::<Vec<_>>()
-            .await;
-        for outcome in outcomes {
-            match outcome {
-                Ok(()) => stopped += 1,
-                Err(message) => failed.push(message),
-            }
-        }
-    }
-    if failed.is_empty() { Ok(stopped) } else { Err(HostError::Stop(failed)) }
 }
 
 async fn blocking<T: Send + 'static>(

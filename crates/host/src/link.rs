@@ -23,7 +23,7 @@ use cloister_api::connection::{Connection, ConnectionError, Endpoint, MAX_CONCUR
 use cloister_api::convert::capabilities_to_proto;
 use cloister_api::host::{
     Command, CommandResult, ControlRequest, ControlResponseView, Heartbeat, HostErrorKind,
-    HostLinkServiceClient, OpenStream, Registered, control_request, control_response,
+    HostLinkServiceClient, OpenStream, Register, Registered, control_request, control_response,
 };
 use cloister_service::{CancellationToken, OnCancel, OnError, TaskKind, error_chain};
 use cloister_types::{Capability, SessionId};
@@ -369,6 +369,33 @@ impl Link {
             });
         }
     }
+}
+
+/// Registers, and ends the link when the coordinator has answered.
+///
+/// # Errors
+///
+/// Why it could not be told, as text for the log.
+pub(crate) async fn register_once(
+    endpoint: &Endpoint,
+    token: &SecretString,
+    register: Register,
+) -> Result<(), String> {
+    let told = async {
+        let connection = Connection::dial(endpoint, Some(token.expose_secret())).await?;
+        let options = CallOptions::default().with_compress(false);
+        let client = connection.host_link();
+        let control = client.control_with_options(options).await.map_err(LinkError::Call)?;
+        let (mut sending, mut receiving) = control.into_split();
+        // A refusal is told by the other half.
+        let _ = send(&mut sending, register).await;
+        let first = receiving.message().await.map_err(LinkError::Call)?.ok_or(LinkError::Closed)?;
+        match first.to_owned_message().message {
+            Some(control_response::Message::Registered(_)) => Ok(()),
+            Some(_) | None => Err(LinkError::Unexpected),
+        }
+    };
+    told.await.map_err(|error: LinkError| error_chain(&error))
 }
 
 fn heartbeat_interval(answer: &Registered) -> Duration {

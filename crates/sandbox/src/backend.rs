@@ -13,6 +13,7 @@ use cloister_types::session::Reason;
 use cloister_types::{
     BackendKind, Capability, ExecId, ExecSpec, IsolationFact, Limits, OutputFrame, SandboxId, SessionId,
 };
+use serde::{Deserialize, Serialize};
 
 /// What a sandbox is made from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,7 +51,7 @@ pub struct Created {
 }
 
 /// That a sandbox has ended, and why.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gone {
     /// The session.
     pub session_id: SessionId,
@@ -60,6 +61,15 @@ pub struct Gone {
     pub reason: Reason,
     /// One sentence for people.
     pub message: String,
+}
+
+/// What a host keeps of a session beside a running sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptSession {
+    /// Whether the layer is where the next sandbox looks for it. A layer in memory is kept as promised: not at all.
+    pub has_layer: bool,
+    /// How the latest sandbox ended, if one has; on disk, so that it outlives whoever was to be told.
+    pub last_end: Option<Gone>,
 }
 
 /// Why something could not be done to a sandbox.
@@ -161,6 +171,13 @@ pub trait Backend: Send + Sync + 'static {
     ///
     /// When the data directory cannot be read.
     async fn adopt(&self) -> Result<(Vec<Arc<dyn Sandbox>>, Vec<Gone>), SandboxError>;
+
+    /// Returns what is kept of a session; `None` when it is not here.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read.
+    async fn kept_session(&self, session_id: &SessionId) -> Result<Option<KeptSession>, SandboxError>;
 
     /// Removes a session from this host: its sandbox if one runs, its layer, its output. Succeeds when there is
     /// nothing.

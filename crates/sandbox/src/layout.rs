@@ -13,6 +13,8 @@ use cloister_types::{ExecId, SandboxId, SessionId};
 
 use crate::backend::HostPaths;
 
+/// In a session's directory: how its latest sandbox ended.
+pub(crate) const ENDED_FILE: &str = "ended.json";
 const TOMBSTONE: &str = ".removing-";
 /// Characters of an id that name its socket: the random end of the id, 80 bits, keeps paths below 108 bytes.
 const SOCKET_NAME_LEN: usize = 16;

@@ -208,6 +208,7 @@ cases! {
     two_sessions_live_side_by_side,
     a_second_backend_adopts_a_running_sandbox,
     a_second_backend_reports_nothing_after_a_stop,
+    how_a_sandbox_ended_is_kept_with_its_layer,
     remove_works_from_every_state,
     ended_execs_and_output_are_kept_after_a_stop,
     exit_codes_arrive,

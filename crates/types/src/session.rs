@@ -113,6 +113,10 @@ words! {
         HostUnreachable = "host_unreachable",
         /// Its time to live ran out.
         Expired = "expired",
+        /// Its host was shut down.
+        HostStopped = "host_stopped",
+        /// Its kept files are no longer on its host.
+        LayerMissing = "layer_missing",
     }
 }
 

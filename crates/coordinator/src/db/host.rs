@@ -155,6 +155,52 @@ impl Store {
         .await
     }
 
+    /// Begins the last report of a host that is shut down; returns the number that makes it current. Later heartbeats of
+    /// an earlier link are refused. Finish with [`Store::end_host_stop`].
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NotFound`] for a host that never registered, [`StoreError::Unavailable`].
+    pub async fn begin_host_stop(&self, id: &HostId) -> Result<u64, StoreError> {
+        self.observe("begin_host_stop", async {
+            // Reads `hosts_pkey`. Connected, so that the report counts also when heartbeats were missed by now.
+            let link_epoch = sqlx::query_scalar!(
+                "UPDATE hosts SET link_epoch = link_epoch + 1, connected = true, link_holder = NULL,
+                     last_heartbeat_at = cloister_now(), generation = generation + 1
+                 WHERE id = $1 RETURNING link_epoch",
+                id.as_str(),
+            )
+            .fetch_optional(&self.pool)
+            .await?;
+            let link_epoch = link_epoch.ok_or_else(|| StoreError::not_found("host", id.as_str()))?;
+            Ok(link_epoch.unsigned_abs())
+        })
+        .await
+    }
+
+    /// Takes a host that was shut down for not connected, at once: nothing is placed on it until it registers.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Unavailable`].
+    pub async fn end_host_stop(&self, id: &HostId, link_epoch: u64) -> Result<(), StoreError> {
+        self.observe("end_host_stop", async {
+            // Reads `hosts_pkey`.
+            sqlx::query!(
+                "WITH h AS (
+                     UPDATE hosts SET connected = false, generation = generation + 1
+                     WHERE id = $1 AND link_epoch = $2 RETURNING id)
+                 SELECT pg_notify('cloister_changes', id) FROM h",
+                id.as_str(),
+                to_i64(link_epoch),
+            )
+            .fetch_optional(&self.pool)
+            .await?;
+            Ok(())
+        })
+        .await
+    }
+
     /// Notes that this coordinator no longer holds a link. The host is not lost yet: it has its heartbeats' time to come
     /// back.
     ///

@@ -49,7 +49,7 @@ pub use idempotency::PayloadHash;
 pub use identity::{Bootstrap, Principal};
 pub use op::{ClaimedOp, LeaseHolder, OpKind, OpState};
 pub use reconcile::{Admitted, DeadlinePassed, LostHost};
-pub use report::{ReportOutcome, SandboxReport, StaleSandbox};
+pub use report::{ReportCause, ReportOutcome, SandboxReport, StaleSandbox};
 pub use request::{Requested, Resumed};
 pub use session::{SessionFilter, SessionPage, SessionRecord};
 pub use store::{Store, StoreConfig};

@@ -21,6 +21,38 @@ pub struct SandboxReport {
     pub epoch: u64,
     /// False when only the layer is there.
     pub running: bool,
+    /// How `sandbox_id` ended, where the host knows.
+    pub ended: Option<(Reason, String)>,
+}
+
+/// Why a host makes a report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReportCause {
+    /// Its link is new.
+    Connected,
+    /// The same, and its machine was started again since its last one.
+    Rebooted,
+    /// It is shut down, with its sandboxes.
+    Stopped,
+}
+
+impl ReportCause {
+    /// Returns why a sandbox that is not there any more has ended, when the host does not know better.
+    fn end(self) -> (Reason, &'static str) {
+        match self {
+            Self::Connected => (
+                Reason::HostRestarted,
+                "the host came back without its sandbox; resume starts it on its kept files",
+            ),
+            Self::Rebooted => (
+                Reason::HostRebooted,
+                "the host's machine was started again; resume starts it on its kept files",
+            ),
+            Self::Stopped => {
+                (Reason::HostStopped, "its host was shut down; resume starts it on its kept files")
+            }
+        }
+    }
 }
 
 /// A sandbox that runs although the store says that it should not; its layer is wanted.
@@ -48,9 +80,9 @@ pub struct ReportOutcome {
 }
 
 impl Store {
-    /// Compares a host's full report with the store and commits what follows for sessions. `rebooted` comes from
-    /// [`Store::register_host`] and decides the reason that sessions get. Operations under way are left to their
-    /// executors.
+    /// Compares a host's full report with the store and commits what follows for sessions. Where the host
+    /// does not know how a sandbox ended, `cause` is the reason that its session gets. Operations under way are left to
+    /// their executors.
     ///
     /// # Errors
     ///
@@ -59,7 +91,7 @@ impl Store {
         &self,
         host_id: &HostId,
         link_epoch: u64,
-        rebooted: bool,
+        cause: ReportCause,
         sandboxes: &[SandboxReport],
     ) -> Result<ReportOutcome, StoreError> {
         self.observe("reconcile_report", async {
@@ -114,19 +146,9 @@ impl Store {
                 if let Some(event) = verdict.event {
                     let mut params = TransitionParams::new(session.id.clone(), event);
                     if event == SessionEvent::SandboxGone {
-                        let (reason, message) = if rebooted {
-                            (
-                                Reason::HostRebooted,
-                                "the host's machine was started again; resume starts it on its kept files",
-                            )
-                        } else {
-                            (
-                                Reason::HostRestarted,
-                                "the host came back without its sandbox; resume starts it on its kept files",
-                            )
-                        };
+                        let (reason, message) = end_of(&session, cause, &reports);
                         params.reason = Some(reason);
-                        params.message = message.to_owned();
+                        params.message = message;
                         outcome.gone.push(session.id.clone());
                     } else {
                         outcome.found.push(session.id.clone());
@@ -139,6 +161,26 @@ impl Store {
             Ok(outcome)
         })
         .await
+    }
+}
+
+/// Returns why a session's sandbox is gone: what the host knows of its end, else what the report was made for.
+fn end_of(session: &SessionRecord, cause: ReportCause, reports: &[&SandboxReport]) -> (Reason, String) {
+    let known = reports
+        .iter()
+        .filter(|report| !report.running && report.sandbox_id == session.sandbox_id)
+        .find_map(|report| report.ended.clone());
+    match known {
+        // Nobody asked this session to stop: its host stopped all.
+        Some((Reason::Requested, _)) if session.state != SessionState::Pausing => {
+            let (reason, message) = ReportCause::Stopped.end();
+            (reason, message.to_owned())
+        }
+        Some(known) => known,
+        None => {
+            let (reason, message) = cause.end();
+            (reason, message.to_owned())
+        }
     }
 }
 

@@ -115,6 +115,8 @@ impl From<LinkError> for AppError {
                 HostErrorKind::Conflict => &error::EXEC_CONFLICT,
                 HostErrorKind::NotRunning => &error::SANDBOX_NOT_RUNNING,
                 HostErrorKind::Exhausted => &error::HOST_EXHAUSTED,
+                // Told by the session: only what makes a sandbox is answered so.
+                HostErrorKind::LayerMissing => &error::SANDBOX_NOT_RUNNING,
                 HostErrorKind::Internal | HostErrorKind::Unspecified => &error::HOST_FAILED,
             },
         };
@@ -204,6 +206,13 @@ impl HostLinks {
     /// Returns whether a host has a link.
     pub fn is_connected(&self, host_id: &HostId) -> bool {
         lock(&self.inner.links).contains_key(host_id)
+    }
+
+    /// Ends the link of a host, if it has one: the host dials again, if it still is there.
+    fn end(&self, host_id: &HostId) {
+        if let Some(link) = lock(&self.inner.links).get(host_id) {
+            link.closed.cancel();
+        }
     }
 
     fn install(&self, link: Arc<Link>) {
@@ -335,9 +344,7 @@ impl HostLinks {
             }
             Some(_) => {
                 tracing::warn!(session_id = %session_id, host_id = %host_id, error = %error, "the host has to register again, since it could not take back what was given up");
-                if let Some(link) = lock(&self.inner.links).get(host_id) {
-                    link.closed.cancel();
-                }
+                self.end(host_id);
             }
         }
     }

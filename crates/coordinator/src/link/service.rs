@@ -26,8 +26,8 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::{HostLinks, HostStream, Link, OUTBOUND_MESSAGES};
 use crate::db::{
-    Change, ChangeFeed, HostCapacity, HostRegistration, SandboxReport, StaleSandbox, Store, StoreError,
-    TransitionParams,
+    Change, ChangeFeed, HostCapacity, HostRegistration, ReportCause, SandboxReport, StaleSandbox, Store,
+    StoreError, TransitionParams,
 };
 use crate::error::{self, AppError};
 
@@ -70,6 +70,10 @@ impl HostLinkService for LinkService {
             )
             .into());
         };
+        if register.stopping {
+            let answer = self.register_stopping(&register).await.map_err(ConnectError::from)?;
+            return Ok(Response::new(Box::pin(futures::stream::once(async { Ok(answer) }))));
+        }
         let (link, receiver) = self.register(&register).await.map_err(ConnectError::from)?;
         let closed = link.closed.clone();
         self.tasks.spawn(
@@ -151,10 +155,8 @@ impl LinkService {
         let sandboxes = sandbox_reports(register)?;
         let host_id = registration.id.clone();
         let registered = self.store.register_host(&registration).await?;
-        let outcome = self
-            .store
-            .reconcile_report(&host_id, registered.link_epoch, registered.rebooted, &sandboxes)
-            .await?;
+        let cause = if registered.rebooted { ReportCause::Rebooted } else { ReportCause::Connected };
+        let outcome = self.store.reconcile_report(&host_id, registered.link_epoch, cause, &sandboxes).await?;
         let (outbound, receiver) = mpsc::channel(OUTBOUND_MESSAGES);
         let answer = Registered {
             heartbeat_interval_ms: u64::try_from(self.heartbeat.as_millis()).unwrap_or(u64::MAX),
@@ -190,6 +192,21 @@ impl LinkService {
             self.tasks.spawn(STOP_STALE, stop_stale(self.links.clone(), host_id.clone(), stale));
         }
         Ok((link, receiver))
+    }
+}
+
+impl LinkService {
+    /// Takes the last report of a host that is shut down; its sessions are paused when this returns.
+    async fn register_stopping(&self, register: &Register) -> Result<ControlResponse, AppError> {
+        let host_id = registration(register)?.id;
+        let sandboxes = sandbox_reports(register)?;
+        let link_epoch = self.store.begin_host_stop(&host_id).await?;
+        self.links.end(&host_id);
+        let outcome =
+            self.store.reconcile_report(&host_id, link_epoch, ReportCause::Stopped, &sandboxes).await?;
+        self.store.end_host_stop(&host_id, link_epoch).await?;
+        tracing::info!(host_id = %host_id, gone = outcome.gone.len(), "host shut down");
+        Ok(ControlResponse { message: Some(Registered::default().into()), ..Default::default() })
     }
 }
 
@@ -244,9 +261,31 @@ fn sandbox_reports(register: &Register) -> Result<Vec<SandboxReport>, AppError> 
                 },
                 epoch: report.epoch,
                 running: report.running,
+                ended: ended(report),
             })
         })
         .collect()
+}
+
+/// Returns how a reported sandbox ended; `None` when the host does not say, or not in a word of ours.
+fn ended(report: &cloister_api::host::SandboxReport) -> Option<(Reason, String)> {
+    let reason = report.ended_reason.parse().ok()?;
+    let message = report.ended_message.chars().take(1024).collect();
+    match reason {
+        Reason::Requested
+        | Reason::OutOfMemory
+        | Reason::SandboxGone
+        | Reason::HostRestarted
+        | Reason::HostRebooted => Some((reason, message)),
+        Reason::NoCapacity
+        | Reason::NoHost
+        | Reason::StartFailed
+        | Reason::DeadlineExceeded
+        | Reason::HostUnreachable
+        | Reason::Expired
+        | Reason::HostStopped
+        | Reason::LayerMissing => None,
+    }
 }
 
 struct Reader {

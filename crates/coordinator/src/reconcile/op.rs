@@ -195,6 +195,7 @@ impl OpExecutor {
             backend: backend.as_str().to_owned(),
             limits: limits_to_proto(&session.limits).into(),
             hostname: session.name.clone().unwrap_or_else(|| session.id.to_string().replace('_', "-")),
+            resumes: session.state == SessionState::Resuming,
             ..Default::default()
         };
         match self.links.command(host_id, &session.id, op.epoch, create, CREATE_DEADLINE).await {
@@ -212,6 +213,9 @@ impl OpExecutor {
             },
             Ok(_) => Outcome::Retry(LinkError::Malformed(host_id.clone()).to_string()),
             Err(error) if error.refusal() == Some(HostErrorKind::Fenced) => Outcome::Gone,
+            Err(error) if error.refusal() == Some(HostErrorKind::LayerMissing) => {
+                self.start_failed_by(op, Reason::LayerMissing, &error.to_string()).await
+            }
             // What only the host can say no to is final; a host that fails gets a few attempts; a host that is away
             // has until the step's deadline, which the store keeps.
             Err(error)
@@ -228,9 +232,13 @@ impl OpExecutor {
     }
 
     async fn start_failed(&self, op: &ClaimedOp, message: &str) -> Outcome {
+        self.start_failed_by(op, Reason::StartFailed, message).await
+    }
+
+    async fn start_failed_by(&self, op: &ClaimedOp, reason: Reason, message: &str) -> Outcome {
         tracing::warn!(session_id = %op.session.id, error = message, "start failed");
         let params = TransitionParams {
-            reason: Some(Reason::StartFailed),
+            reason: Some(reason),
             message: message.to_owned(),
             ..result_of(op, SessionEvent::StartFailed)
         };

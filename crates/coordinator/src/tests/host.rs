@@ -124,6 +124,24 @@ impl FakeHost {
         self.task.abort();
     }
 
+    /// Stops all sandboxes and tells so over a link of its own, as `cloister down` does; returns when that was taken.
+    pub(super) async fn shut_down(&self, coordinator: &TestCoordinator) {
+        self.disconnect();
+        let register = {
+            let mut state = self.state();
+            state.sandboxes.values_mut().for_each(|sandbox| sandbox.running = false);
+            Register { stopping: true, ..register(&self.id, &state, 0) }
+        };
+        let connection = coordinator.connect(HOST_TOKEN).await;
+        let stream = connection.host_link().control().await.expect("open the control stream");
+        let (mut send, mut receive) = stream.into_split();
+        let first = ControlRequest { message: Some(register.into()), ..Default::default() };
+        send.send(first).await.expect("send `register`");
+        let answer = receive.message().await.expect("an answer").expect("an answer").to_owned_message();
+        assert!(matches!(answer.message, Some(ToHost::Registered(_))), "{answer:?}");
+        assert!(receive.message().await.expect("an end").is_none());
+    }
+
     /// Waits until the coordinator has ended the link.
     pub(super) async fn link_ended(&self) {
         self.events.closed().await;
@@ -304,6 +322,10 @@ impl Runner {
         }
         match kind {
             CommandKind::Create(create) => {
+                let is_here = self.state.lock().expect("lock").sandboxes.contains_key(&session_id);
+                if create.resumes && !is_here {
+                    return refused(HostErrorKind::LayerMissing, "its files are gone");
+                }
                 if let Some((kind, message)) = self.faults.refuse_create.lock().expect("lock").clone() {
                     return refused(kind, &message);
                 }

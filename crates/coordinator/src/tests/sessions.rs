@@ -19,6 +19,15 @@ use super::support::{SOON, TestCoordinator, active_session, assert_code, create,
 
 const GIB: u64 = 1 << 30;
 
+fn resume(request_id: &str, session: &str) -> ResumeSessionRequest {
+    ResumeSessionRequest {
+        request_id: request_id.to_owned(),
+        session: session.to_owned(),
+        wait_ms: 20_000,
+        ..Default::default()
+    }
+}
+
 fn delete(request_id: &str, session: &str) -> DeleteSessionRequest {
     DeleteSessionRequest {
         request_id: request_id.to_owned(),
@@ -223,6 +232,48 @@ async fn a_connected_host_that_cannot_take_back_a_failed_start_is_told_again() {
     tokio::time::timeout(SOON, host.link_ended()).await.expect("its link is ended, so that it registers");
     let host = host.reconnect(&coordinator).await;
     assert!(host.state().removed.contains(&id), "its report was answered with what to remove");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_resume_without_its_files_fails_by_name_and_the_session_can_be_deleted() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let host = FakeHost::connect(&coordinator, 8 * GIB).await;
+    let owner = coordinator.owner().await;
+    let id = active_session(&owner, "c1").await.id;
+    let pause = PauseSessionRequest {
+        request_id: "p1".to_owned(),
+        session: id.clone(),
+        wait_ms: 20_000,
+        ..Default::default()
+    };
+    owner.sessions().pause_session(pause).await.expect("pause");
+    assert!(host.state().sandboxes.remove(&id).is_some(), "somebody removes the layer by hand");
+    let resume = resume("r1", &id);
+    let after = owner.sessions().resume_session(resume).await.expect("resume").into_owned().session;
+    assert_eq!(
+        (after.state.as_known(), after.reason.as_str()),
+        (Some(SessionState::Paused), "layer_missing")
+    );
+    assert!(after.message.contains("its files are gone"), "{}", after.message);
+    assert!(!host.state().sandboxes.contains_key(&id), "an empty one was made in its place");
+    owner.sessions().delete_session(delete("d1", &id)).await.expect("delete");
+    until(&owner, &id, SessionState::Deleted).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_is_shut_down_pauses_its_sessions_at_once() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let host = FakeHost::connect(&coordinator, 8 * GIB).await;
+    let owner = coordinator.owner().await;
+    let id = active_session(&owner, "c1").await.id;
+    host.shut_down(&coordinator).await;
+    let after = get(&owner, &id).await;
+    assert_eq!((after.state.as_known(), after.reason.as_str()), (Some(SessionState::Paused), "host_stopped"));
+    let host = host.reconnect(&coordinator).await;
+    let after = owner.sessions().resume_session(resume("r1", &id)).await.expect("resume");
+    let after = after.into_owned().session;
+    assert_eq!(after.state, SessionState::Active, "{}", after.message);
+    drop(host);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -385,7 +385,8 @@ async fn a_second_agent_on_the_same_directory_is_refused() {
     assert!(matches!(stop_all().await, Err(HostError::DataDir(DataDirError::InUse { .. }))));
     assert!(backend.sandbox(&session).is_some());
     first.stop_with(link).await.unwrap();
-    assert_eq!(stop_all().await.unwrap(), 1);
+    let (stopped, ()) = tokio::join!(stop_all(), coordinator.accept_once());
+    assert_eq!(stopped.unwrap(), 1);
     assert!(!backend.called().iter().any(|call| call.starts_with("remove")));
 }
 

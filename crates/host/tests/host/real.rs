@@ -3,12 +3,14 @@
 use cloister_api::common::{Isolation, output_frame::Frame};
 use cloister_api::host::command_result::Result as Answer;
 use cloister_api::host::stream_request::Message;
-use cloister_api::host::{GetExec, OpenStream, RemoveSandbox, StopSandbox};
+use cloister_api::host::{
+    CreateSandbox, GetExec, HostErrorKind, OpenStream, Registered, RemoveSandbox, StopSandbox,
+};
 use cloister_host::{BackendChoice, HostConfig};
 use cloister_types::{BackendKind, ExecId, SandboxId, SessionId};
 
 use crate::support::coordinator::{Coordinator, LinkPeer, StreamPeer};
-use crate::support::{Host, config, create, start};
+use crate::support::{Host, config, create, start, until};
 
 async fn open(
     coordinator: &mut Coordinator,
@@ -147,5 +149,105 @@ async fn a_program_runs_on_while_agents_are_killed_and_its_output_is_contiguous(
         let left: Vec<_> = std::fs::read_dir(directory.path().join("data").join(kind)).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");
     }
-    assert_eq!(cloister_host::stop_all(namespace).await.unwrap(), 0);
+    let (stopped, ()) = tokio::join!(cloister_host::stop_all(namespace), coordinator.accept_once());
+    assert_eq!(stopped.unwrap(), 0);
+}
+
+/// Kills the shim of a sandbox, as nothing of ours does.
+fn kill_shim(sandbox: &SandboxId) {
+    let killed = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
+        let command = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let command = String::from_utf8_lossy(&command).into_owned();
+        let is_shim = command.contains("shim.json") && command.contains(sandbox.as_str());
+        let pid = entry.file_name().to_str().and_then(|pid| pid.parse().ok());
+        is_shim
+            && pid
+                .and_then(rustix::process::Pid::from_raw)
+                .is_some_and(|pid| rustix::process::kill_process(pid, rustix::process::Signal::KILL).is_ok())
+    });
+    assert_eq!(killed.count(), 1, "the shim of {sandbox}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn how_a_sandbox_ended_is_reported_although_the_agent_that_saw_it_was_killed() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut coordinator = Coordinator::start().await;
+    let config = config(&directory, &coordinator);
+    let (host, mut link) = match namespaces(config.clone(), &mut coordinator).await {
+        Ok(up) => up,
+        Err(reason) => {
+            eprintln!("SKIP: no namespace backend here: {reason}");
+            return;
+        }
+    };
+    let namespace = HostConfig { backend: BackendChoice::Only(BackendKind::Namespace), ..config };
+    let (session, sandbox) = (SessionId::generate(), SandboxId::generate());
+    link.ask(&session, 1, create(&sandbox)).await.unwrap();
+    // Nobody is told: the link is cut before, and the agent is killed after it has reaped what is left.
+    coordinator.cut();
+    let unanswered = coordinator.dialled().await;
+    kill_shim(&sandbox);
+    let left = directory.path().join("data/sandboxes").join(sandbox.as_str());
+    until("the sandbox is reaped", || !left.exists()).await;
+    host.kill().await;
+    drop(unanswered);
+
+    let host = Host::start_real(namespace.clone());
+    let mut link = coordinator.link().await;
+    let report = link.register.sandboxes[0].clone();
+    assert_eq!((report.sandbox_id.as_str(), report.running), (sandbox.as_str(), false));
+    assert_eq!(report.ended_reason, "sandbox_gone");
+    assert!(report.ended_message.contains("killed"), "{}", report.ended_message);
+
+    // The session goes on on its layer; without the layer it does not, and nothing is made in its place.
+    let resume = CreateSandbox { resumes: true, ..create(&SandboxId::generate()) };
+    link.ask(&session, 2, resume).await.unwrap();
+    link.ask(&session, 3, StopSandbox { grace_ms: 100, ..Default::default() }).await.unwrap();
+    let kept = directory.path().join("data/sessions").join(session.as_str());
+    let layer = kept.join("layer.img");
+    assert!(layer.exists(), "this test is about the layer's image: {:?}", std::fs::read_dir(&kept));
+    for gone in [layer, kept.clone()] {
+        if gone.is_dir() { std::fs::remove_dir_all(&gone) } else { std::fs::remove_file(&gone) }.unwrap();
+        let resume = CreateSandbox { resumes: true, ..create(&SandboxId::generate()) };
+        let error = link.ask(&session, 4, resume).await.unwrap_err();
+        assert_eq!(error.kind.as_known(), Some(HostErrorKind::LayerMissing), "{error:?}");
+        assert!(error.message.contains("delete the session"), "{}", error.message);
+        assert!(!gone.exists());
+    }
+    link.ask(&session, 5, RemoveSandbox::default()).await.unwrap();
+    host.stop_with(link).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shut_down_host_says_so_with_what_is_left() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut coordinator = Coordinator::start().await;
+    let config = config(&directory, &coordinator);
+    let (host, mut link) = match namespaces(config.clone(), &mut coordinator).await {
+        Ok(up) => up,
+        Err(reason) => {
+            eprintln!("SKIP: no namespace backend here: {reason}");
+            return;
+        }
+    };
+    let namespace = HostConfig { backend: BackendChoice::Only(BackendKind::Namespace), ..config };
+    let (session, sandbox) = (SessionId::generate(), SandboxId::generate());
+    link.ask(&session, 7, create(&sandbox)).await.unwrap();
+    host.stop_with(link).await.unwrap();
+    let (stopped, register) = tokio::join!(cloister_host::stop_all(namespace.clone()), async {
+        let link = coordinator.dialled().await;
+        link.accept(Registered::default()).await;
+        link.register.clone()
+    });
+    assert_eq!(stopped.unwrap(), 1);
+    assert!(register.stopping);
+    let report = &register.sandboxes[0];
+    assert_eq!((report.sandbox_id.as_str(), report.running, report.epoch), (sandbox.as_str(), false, 7));
+    assert_eq!(report.ended_reason, "requested");
+    // The next agent reports the same, for a coordinator that could not be told.
+    let host = Host::start_real(namespace);
+    let mut link = coordinator.link().await;
+    assert_eq!((link.register.stopping, &link.register.sandboxes[0]), (false, report));
+    link.ask(&session, 8, RemoveSandbox::default()).await.unwrap();
+    host.stop_with(link).await.unwrap();
 }

@@ -156,6 +156,22 @@ pub(super) async fn a_second_backend_reports_nothing_after_a_stop(subject: &dyn 
     fixture.end().await;
 }
 
+pub(super) async fn how_a_sandbox_ended_is_kept_with_its_layer(subject: &dyn Subject) {
+    let fixture = Fixture::new(subject).await;
+    let session_id = fixture.spec.session_id.clone();
+    let kept = fixture.backend.kept_session(&session_id).await.expect("look").expect("it is here");
+    assert_eq!((kept.has_layer, kept.last_end), (true, None));
+    within("the stop", fixture.sandbox.stop(GRACE)).await.expect("stop");
+    // For whoever comes after the one that was told.
+    let second = subject.second_backend();
+    let kept = second.kept_session(&session_id).await.expect("look").expect("it is here");
+    let gone = kept.last_end.expect("it has ended");
+    assert!(kept.has_layer);
+    assert_eq!((gone.sandbox_id, gone.reason), (fixture.spec.sandbox_id.clone(), Reason::Requested));
+    fixture.end().await;
+    assert_eq!(second.kept_session(&session_id).await.expect("look"), None);
+}
+
 pub(super) async fn remove_works_from_every_state(subject: &dyn Subject) {
     let backend = subject.backend();
     let never = sandbox_spec(small_limits());

@@ -85,6 +85,7 @@ cases! {
     life::two_sessions_live_side_by_side,
     life::a_second_backend_adopts_a_running_sandbox,
     life::a_second_backend_reports_nothing_after_a_stop,
+    life::how_a_sandbox_ended_is_kept_with_its_layer,
     life::remove_works_from_every_state,
     life::ended_execs_and_output_are_kept_after_a_stop,
     exec::exit_codes_arrive,

@@ -133,6 +133,16 @@ impl DiskDriver {
         }
     }
 
+    /// Returns whether a session's layer is where [`plan`](Self::plan) puts it.
+    pub fn has_layer(&self, session_dir: &Path) -> bool {
+        match self.kind {
+            Some(DiskKind::Loop) => session_dir.join(LAYER_IMAGE).is_file(),
+            Some(DiskKind::Quota) => session_dir.join(LAYER_DIR).is_dir(),
+            // One in memory is made anew for each sandbox; without a driver the creation says so.
+            Some(DiskKind::Tmpfs) | None => true,
+        }
+    }
+
     /// Makes a planned layer, or takes the one that the session has. `project` is the session's number for a quota.
     ///
     /// # Errors

@@ -40,7 +40,9 @@ use cloister_guest::spool::{self, EndedReader};
 use cloister_types::exec::ExecRecord;
 use cloister_types::{BackendKind, Capability, ExecId, SessionId};
 
-use crate::backend::{Backend, Created, Gone, HostPaths, OutputReader, Sandbox, SandboxError, SandboxSpec};
+use crate::backend::{
+    Backend, Created, Gone, HostPaths, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec,
+};
 use crate::cgroup::{self, CgroupDriver};
 use crate::disk::DiskDriver;
 use crate::guest_binary;
@@ -215,6 +217,19 @@ impl Backend for NamespaceBackend {
     async fn adopt(&self) -> Result<(Vec<Arc<dyn Sandbox>>, Vec<Gone>), SandboxError> {
         let (sandboxes, gone) = self.adopt_all().await?;
         Ok((sandboxes.into_iter().map(|sandbox| sandbox as Arc<dyn Sandbox>).collect(), gone))
+    }
+
+    async fn kept_session(&self, session_id: &SessionId) -> Result<Option<KeptSession>, SandboxError> {
+        let (inner, directory) = (Arc::clone(&self.inner), self.inner.paths().session_dir(session_id));
+        blocking("look at a session", move || {
+            if !directory.is_dir() {
+                return Ok(None);
+            }
+            let failed = |error| SandboxError::failed("read how a sandbox ended", error);
+            let last_end = intent::read_record(&directory.join(crate::layout::ENDED_FILE)).map_err(failed)?;
+            Ok(Some(KeptSession { has_layer: inner.disk.has_layer(&directory), last_end }))
+        })
+        .await
     }
 
     async fn remove(&self, session_id: &SessionId) -> Result<(), SandboxError> {

@@ -16,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{chain, children, unix_ms};
 use crate::backend::{Gone, HostPaths, SandboxError};
-use crate::intent::{INTENT_FILE, Intent, read_record};
+use crate::intent::{INTENT_FILE, Intent, read_record, write_record};
 use crate::{disk, layout};
 
 /// How long a shim may take to write how its sandbox ended once pid 1 is dead: it writes one small file.
@@ -45,11 +45,23 @@ pub(super) fn reap(
     }
     let gone = judge(intent, &directory, is_this_boot, was_requested);
     seal_execs(paths, intent, &gone.message)?;
+    record_end(paths, &gone);
     layout::remove_file(&intent.socket)
         .map_err(|error| SandboxError::failed("remove the shim's socket", error))?;
     layout::remove_dir(&directory)
         .map_err(|error| SandboxError::failed("remove the sandbox's directory", error))?;
     Ok(gone)
+}
+
+/// Keeps how the sandbox ended where it outlives the sandbox's directory: whoever was to be told may be killed before
+/// anybody was. What is lost without it is the reason, so that a full disk must not keep a sandbox from being reaped.
+fn record_end(paths: &HostPaths, gone: &Gone) {
+    let directory = paths.session_dir(&gone.session_id);
+    if directory.is_dir()
+        && let Err(error) = write_record(&directory.join(layout::ENDED_FILE), gone, false)
+    {
+        tracing::warn!(session_id = %gone.session_id, error = %chain(&error), "how the sandbox ended is not kept");
+    }
 }
 
 /// Returns whether the sandbox's shim lives: it holds a lock for life.

@@ -20,7 +20,9 @@ use cloister_types::{
 
 pub use machine::{SimFaults, SimMachine};
 
-use crate::backend::{Backend, Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming};
+use crate::backend::{
+    Backend, Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming,
+};
 use exec::SimExec;
 use machine::{Running, SimSession};
 use program::ParseError;
@@ -131,6 +133,14 @@ impl Backend for SimBackend {
         }
         self.machine.changed();
         Ok(())
+    }
+
+    async fn kept_session(&self, session_id: &SessionId) -> Result<Option<KeptSession>, SandboxError> {
+        let state = self.machine.lock();
+        // Ids are ordered by time: the latest is the last.
+        let last_end = state.gone.values().rev().find(|gone| gone.session_id == *session_id).cloned();
+        let kept = state.sessions.contains_key(session_id);
+        Ok(kept.then_some(KeptSession { has_layer: true, last_end }))
     }
 
     async fn sessions(&self) -> Result<Vec<(SessionId, Option<Arc<dyn Sandbox>>)>, SandboxError> {

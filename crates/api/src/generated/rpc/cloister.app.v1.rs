@@ -1145,7 +1145,8 @@ pub struct CreateSessionRequest {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
     )]
     pub backend: ::buffa::alloc::string::String,
-    /// Refused when nothing this strong is offered; never weakened.
+    /// Refused when nothing this strong is offered; never weakened. Unspecified means `CONTAINER`, or less where `backend`
+    /// names a backend that has less.
     ///
     /// Field 7: `isolation_floor`
     #[serde(
@@ -11624,7 +11625,8 @@ pub mod __buffa {
             ///
             /// Field 6: `backend`
             pub backend: &'a str,
-            /// Refused when nothing this strong is offered; never weakened.
+            /// Refused when nothing this strong is offered; never weakened. Unspecified means `CONTAINER`, or less where `backend`
+            /// names a backend that has less.
             ///
             /// Field 7: `isolation_floor`
             pub isolation_floor: ::buffa::EnumValue<
@@ -12193,7 +12195,8 @@ pub mod __buffa {
             pub fn backend(&self) -> &'_ str {
                 self.0.reborrow().backend
             }
-            /// Refused when nothing this strong is offered; never weakened.
+            /// Refused when nothing this strong is offered; never weakened. Unspecified means `CONTAINER`, or less where `backend`
+            /// names a backend that has less.
             ///
             /// Field 7: `isolation_floor`
             #[must_use]

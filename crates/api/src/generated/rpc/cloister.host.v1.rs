@@ -19,6 +19,8 @@ pub enum HostErrorKind {
     HOST_ERROR_KIND_EXHAUSTED = 6i32,
     /// The host failed; asking again may help.
     HOST_ERROR_KIND_INTERNAL = 7i32,
+    /// The layer of the session that is to be resumed is not there.
+    HOST_ERROR_KIND_LAYER_MISSING = 8i32,
 }
 impl HostErrorKind {
     ///Idiomatic alias for [`Self::HOST_ERROR_KIND_UNSPECIFIED`]; `Debug` prints the variant name.
@@ -45,6 +47,9 @@ impl HostErrorKind {
     ///Idiomatic alias for [`Self::HOST_ERROR_KIND_INTERNAL`]; `Debug` prints the variant name.
     #[allow(non_upper_case_globals)]
     pub const Internal: Self = Self::HOST_ERROR_KIND_INTERNAL;
+    ///Idiomatic alias for [`Self::HOST_ERROR_KIND_LAYER_MISSING`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const LayerMissing: Self = Self::HOST_ERROR_KIND_LAYER_MISSING;
 }
 impl ::core::default::Default for HostErrorKind {
     fn default() -> Self {
@@ -148,6 +153,7 @@ impl ::buffa::Enumeration for HostErrorKind {
             5i32 => ::core::option::Option::Some(Self::HOST_ERROR_KIND_NOT_RUNNING),
             6i32 => ::core::option::Option::Some(Self::HOST_ERROR_KIND_EXHAUSTED),
             7i32 => ::core::option::Option::Some(Self::HOST_ERROR_KIND_INTERNAL),
+            8i32 => ::core::option::Option::Some(Self::HOST_ERROR_KIND_LAYER_MISSING),
             _ => ::core::option::Option::None,
         }
     }
@@ -164,6 +170,7 @@ impl ::buffa::Enumeration for HostErrorKind {
             Self::HOST_ERROR_KIND_NOT_RUNNING => "HOST_ERROR_KIND_NOT_RUNNING",
             Self::HOST_ERROR_KIND_EXHAUSTED => "HOST_ERROR_KIND_EXHAUSTED",
             Self::HOST_ERROR_KIND_INTERNAL => "HOST_ERROR_KIND_INTERNAL",
+            Self::HOST_ERROR_KIND_LAYER_MISSING => "HOST_ERROR_KIND_LAYER_MISSING",
         }
     }
     fn from_proto_name(name: &str) -> ::core::option::Option<Self> {
@@ -192,6 +199,9 @@ impl ::buffa::Enumeration for HostErrorKind {
             "HOST_ERROR_KIND_INTERNAL" => {
                 ::core::option::Option::Some(Self::HOST_ERROR_KIND_INTERNAL)
             }
+            "HOST_ERROR_KIND_LAYER_MISSING" => {
+                ::core::option::Option::Some(Self::HOST_ERROR_KIND_LAYER_MISSING)
+            }
             _ => ::core::option::Option::None,
         }
     }
@@ -205,6 +215,7 @@ impl ::buffa::Enumeration for HostErrorKind {
             Self::HOST_ERROR_KIND_NOT_RUNNING,
             Self::HOST_ERROR_KIND_EXHAUSTED,
             Self::HOST_ERROR_KIND_INTERNAL,
+            Self::HOST_ERROR_KIND_LAYER_MISSING,
         ]
     }
 }
@@ -697,6 +708,16 @@ pub struct Register {
         deserialize_with = "::buffa::json_helpers::null_as_default"
     )]
     pub sandboxes: ::buffa::alloc::vec::Vec<SandboxReport>,
+    /// The host is being shut down and has stopped its sandboxes: this is all it says, and the coordinator answers
+    /// `Registered` once the sessions are where the report puts them, and ends the call. What it has and can do is not told.
+    ///
+    /// Field 11: `stopping`
+    #[serde(
+        rename = "stopping",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub stopping: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -714,6 +735,7 @@ impl ::core::fmt::Debug for Register {
             .field("cpu_millis", &self.cpu_millis)
             .field("disk_bytes", &self.disk_bytes)
             .field("sandboxes", &self.sandboxes)
+            .field("stopping", &self.stopping)
             .finish()
     }
 }
@@ -784,6 +806,9 @@ impl ::buffa::Message for Register {
                 += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
                     + inner_size as u64;
         }
+        if self.stopping {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -833,6 +858,9 @@ impl ::buffa::Message for Register {
                 buf,
             );
             v.write_to(__cache, buf);
+        }
+        if self.stopping {
+            ::buffa::types::put_bool_field(11u32, self.stopping, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -927,6 +955,13 @@ impl ::buffa::Message for Register {
                 ::buffa::Message::merge_length_delimited(&mut elem, buf, ctx)?;
                 self.sandboxes.push(elem);
             }
+            11u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.stopping = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -945,6 +980,7 @@ impl ::buffa::Message for Register {
         self.cpu_millis = 0u32;
         self.disk_bytes = 0u64;
         self.sandboxes.clear();
+        self.stopping = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -1015,6 +1051,25 @@ pub struct SandboxReport {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub running: bool,
+    /// Of a sandbox that has ended, as far as the host knows: why, as in `SandboxEvent`. `sandbox_id` is then the one that
+    /// ended. The event may have been lost with the host agent; this is on its disk.
+    ///
+    /// Field 5: `ended_reason`
+    #[serde(
+        rename = "endedReason",
+        alias = "ended_reason",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub ended_reason: ::buffa::alloc::string::String,
+    /// Field 6: `ended_message`
+    #[serde(
+        rename = "endedMessage",
+        alias = "ended_message",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub ended_message: ::buffa::alloc::string::String,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -1026,6 +1081,8 @@ impl ::core::fmt::Debug for SandboxReport {
             .field("sandbox_id", &self.sandbox_id)
             .field("epoch", &self.epoch)
             .field("running", &self.running)
+            .field("ended_reason", &self.ended_reason)
+            .field("ended_message", &self.ended_message)
             .finish()
     }
 }
@@ -1068,6 +1125,13 @@ impl ::buffa::Message for SandboxReport {
         if self.running {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if !self.ended_reason.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.ended_reason) as u64;
+        }
+        if !self.ended_message.is_empty() {
+            size
+                += 1u64 + ::buffa::types::string_encoded_len(&self.ended_message) as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -1089,6 +1153,12 @@ impl ::buffa::Message for SandboxReport {
         }
         if self.running {
             ::buffa::types::put_bool_field(4u32, self.running, buf);
+        }
+        if !self.ended_reason.is_empty() {
+            ::buffa::types::put_string_field(5u32, &self.ended_reason, buf);
+        }
+        if !self.ended_message.is_empty() {
+            ::buffa::types::put_string_field(6u32, &self.ended_message, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -1131,6 +1201,20 @@ impl ::buffa::Message for SandboxReport {
                 )?;
                 self.running = ::buffa::types::decode_bool(buf)?;
             }
+            5u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.ended_reason, buf)?;
+            }
+            6u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.ended_message, buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -1143,6 +1227,8 @@ impl ::buffa::Message for SandboxReport {
         self.sandbox_id.clear();
         self.epoch = 0u64;
         self.running = false;
+        self.ended_reason.clear();
+        self.ended_message.clear();
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -3003,6 +3089,15 @@ pub struct CreateSandbox {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
     )]
     pub hostname: ::buffa::alloc::string::String,
+    /// The session has run before: its layer must be there, else the answer is `LAYER_MISSING`.
+    ///
+    /// Field 6: `resumes`
+    #[serde(
+        rename = "resumes",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub resumes: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -3015,6 +3110,7 @@ impl ::core::fmt::Debug for CreateSandbox {
             .field("backend", &self.backend)
             .field("limits", &self.limits)
             .field("hostname", &self.hostname)
+            .field("resumes", &self.resumes)
             .finish()
     }
 }
@@ -3065,6 +3161,9 @@ impl ::buffa::Message for CreateSandbox {
         if !self.hostname.is_empty() {
             size += 1u64 + ::buffa::types::string_encoded_len(&self.hostname) as u64;
         }
+        if self.resumes {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -3094,6 +3193,9 @@ impl ::buffa::Message for CreateSandbox {
         }
         if !self.hostname.is_empty() {
             ::buffa::types::put_string_field(5u32, &self.hostname, buf);
+        }
+        if self.resumes {
+            ::buffa::types::put_bool_field(6u32, self.resumes, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -3147,6 +3249,13 @@ impl ::buffa::Message for CreateSandbox {
                 )?;
                 ::buffa::types::merge_string(&mut self.hostname, buf)?;
             }
+            6u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.resumes = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -3160,6 +3269,7 @@ impl ::buffa::Message for CreateSandbox {
         self.backend.clear();
         self.limits = ::buffa::MessageField::none();
         self.hostname.clear();
+        self.resumes = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -7970,6 +8080,11 @@ pub mod __buffa {
                 'a,
                 super::super::__buffa::view::SandboxReportView<'a>,
             >,
+            /// The host is being shut down and has stopped its sandboxes: this is all it says, and the coordinator answers
+            /// `Registered` once the sessions are where the report puts them, and ends the call. What it has and can do is not told.
+            ///
+            /// Field 11: `stopping`
+            pub stopping: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for RegisterView<'a> {
@@ -8064,6 +8179,13 @@ pub mod __buffa {
                         )?;
                         view.disk_bytes = ::buffa::types::decode_uint64(&mut cur)?;
                     }
+                    11u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.stopping = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     6u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
@@ -8145,6 +8267,7 @@ pub mod __buffa {
                         .iter()
                         .map(|v| v.to_owned_from_source(__buffa_src))
                         .collect::<::core::result::Result<_, ::buffa::DecodeError>>()?,
+                    stopping: self.stopping,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -8215,6 +8338,9 @@ pub mod __buffa {
                         += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
                             + inner_size as u64;
                 }
+                if self.stopping {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -8265,6 +8391,9 @@ pub mod __buffa {
                         buf,
                     );
                     v.write_to(__cache, buf);
+                }
+                if self.stopping {
+                    ::buffa::types::put_bool_field(11u32, self.stopping, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -8332,6 +8461,9 @@ pub mod __buffa {
                 }
                 if !self.sandboxes.is_empty() {
                     __map.serialize_entry("sandboxes", &*self.sandboxes)?;
+                }
+                if self.stopping {
+                    __map.serialize_entry("stopping", &self.stopping)?;
                 }
                 __map.end()
             }
@@ -8496,6 +8628,14 @@ pub mod __buffa {
             > {
                 &self.0.reborrow().sandboxes
             }
+            /// The host is being shut down and has stopped its sandboxes: this is all it says, and the coordinator answers
+            /// `Registered` once the sessions are where the report puts them, and ends the call. What it has and can do is not told.
+            ///
+            /// Field 11: `stopping`
+            #[must_use]
+            pub fn stopping(&self) -> bool {
+                self.0.reborrow().stopping
+            }
         }
         impl ::core::convert::From<::buffa::OwnedView<RegisterView<'static>>>
         for RegisterOwnedView {
@@ -8541,6 +8681,13 @@ pub mod __buffa {
             ///
             /// Field 4: `running`
             pub running: bool,
+            /// Of a sandbox that has ended, as far as the host knows: why, as in `SandboxEvent`. `sandbox_id` is then the one that
+            /// ended. The event may have been lost with the host agent; this is on its disk.
+            ///
+            /// Field 5: `ended_reason`
+            pub ended_reason: &'a str,
+            /// Field 6: `ended_message`
+            pub ended_message: &'a str,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for SandboxReportView<'a> {
@@ -8607,6 +8754,20 @@ pub mod __buffa {
                         )?;
                         view.running = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    5u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.ended_reason = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    6u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.ended_message = ::buffa::types::borrow_str(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -8640,6 +8801,8 @@ pub mod __buffa {
                     sandbox_id: self.sandbox_id.to_string(),
                     epoch: self.epoch,
                     running: self.running,
+                    ended_reason: self.ended_reason.to_string(),
+                    ended_message: self.ended_message.to_string(),
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -8672,6 +8835,18 @@ pub mod __buffa {
                 if self.running {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if !self.ended_reason.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.ended_reason)
+                                as u64;
+                }
+                if !self.ended_message.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.ended_message)
+                                as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -8694,6 +8869,12 @@ pub mod __buffa {
                 }
                 if self.running {
                     ::buffa::types::put_bool_field(4u32, self.running, buf);
+                }
+                if !self.ended_reason.is_empty() {
+                    ::buffa::types::put_string_field(5u32, &self.ended_reason, buf);
+                }
+                if !self.ended_message.is_empty() {
+                    ::buffa::types::put_string_field(6u32, &self.ended_message, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -8731,6 +8912,12 @@ pub mod __buffa {
                 }
                 if self.running {
                     __map.serialize_entry("running", &self.running)?;
+                }
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.ended_reason) {
+                    __map.serialize_entry("endedReason", self.ended_reason)?;
+                }
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.ended_message) {
+                    __map.serialize_entry("endedMessage", self.ended_message)?;
                 }
                 __map.end()
             }
@@ -8850,6 +9037,19 @@ pub mod __buffa {
             #[must_use]
             pub fn running(&self) -> bool {
                 self.0.reborrow().running
+            }
+            /// Of a sandbox that has ended, as far as the host knows: why, as in `SandboxEvent`. `sandbox_id` is then the one that
+            /// ended. The event may have been lost with the host agent; this is on its disk.
+            ///
+            /// Field 5: `ended_reason`
+            #[must_use]
+            pub fn ended_reason(&self) -> &'_ str {
+                self.0.reborrow().ended_reason
+            }
+            /// Field 6: `ended_message`
+            #[must_use]
+            pub fn ended_message(&self) -> &'_ str {
+                self.0.reborrow().ended_message
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<SandboxReportView<'static>>>
@@ -11426,6 +11626,10 @@ pub mod __buffa {
             >,
             /// Field 5: `hostname`
             pub hostname: &'a str,
+            /// The session has run before: its layer must be there, else the answer is `LAYER_MISSING`.
+            ///
+            /// Field 6: `resumes`
+            pub resumes: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for CreateSandboxView<'a> {
@@ -11517,6 +11721,13 @@ pub mod __buffa {
                         )?;
                         view.hostname = ::buffa::types::borrow_str(&mut cur)?;
                     }
+                    6u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.resumes = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -11561,6 +11772,7 @@ pub mod __buffa {
                         None => ::buffa::MessageField::none(),
                     },
                     hostname: self.hostname.to_string(),
+                    resumes: self.resumes,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -11603,6 +11815,9 @@ pub mod __buffa {
                         += 1u64
                             + ::buffa::types::string_encoded_len(&self.hostname) as u64;
                 }
+                if self.resumes {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -11633,6 +11848,9 @@ pub mod __buffa {
                 }
                 if !self.hostname.is_empty() {
                     ::buffa::types::put_string_field(5u32, &self.hostname, buf);
+                }
+                if self.resumes {
+                    ::buffa::types::put_bool_field(6u32, self.resumes, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -11671,6 +11889,9 @@ pub mod __buffa {
                 }
                 if !::buffa::json_helpers::skip_if::is_empty_str(self.hostname) {
                     __map.serialize_entry("hostname", self.hostname)?;
+                }
+                if self.resumes {
+                    __map.serialize_entry("resumes", &self.resumes)?;
                 }
                 __map.end()
             }
@@ -11795,6 +12016,13 @@ pub mod __buffa {
             #[must_use]
             pub fn hostname(&self) -> &'_ str {
                 self.0.reborrow().hostname
+            }
+            /// The session has run before: its layer must be there, else the answer is `LAYER_MISSING`.
+            ///
+            /// Field 6: `resumes`
+            #[must_use]
+            pub fn resumes(&self) -> bool {
+                self.0.reborrow().resumes
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<CreateSandboxView<'static>>>

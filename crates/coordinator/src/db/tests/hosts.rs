@@ -13,6 +13,7 @@ fn report(session: &SessionRecord, running: bool) -> SandboxReport {
         sandbox_id: running.then(|| session.sandbox_id.clone().unwrap()),
         epoch: session.epoch,
         running,
+        ended: None,
     }
 }
 
@@ -43,14 +44,23 @@ async fn a_silent_host_is_lost_once_and_its_heartbeat_is_refused_until_it_regist
     let second = test.store.register_host(&registration).await.unwrap();
     assert!(second.link_epoch > first.link_epoch && !second.rebooted);
     let reports = [report(&session, true)];
-    let outdated = test.store.reconcile_report(&registration.id, first.link_epoch, false, &reports).await;
+    let outdated = test
+        .store
+        .reconcile_report(&registration.id, first.link_epoch, ReportCause::Connected, &reports)
+        .await;
     assert!(matches!(outdated, Err(StoreError::Conflict { .. })));
-    let outcome =
-        test.store.reconcile_report(&registration.id, second.link_epoch, false, &reports).await.unwrap();
+    let outcome = test
+        .store
+        .reconcile_report(&registration.id, second.link_epoch, ReportCause::Connected, &reports)
+        .await
+        .unwrap();
     assert_eq!(outcome, ReportOutcome { found: vec![session.id.clone()], ..ReportOutcome::default() });
     assert_eq!(test.state(&session.id).await, SessionState::Active);
-    let again =
-        test.store.reconcile_report(&registration.id, second.link_epoch, false, &reports).await.unwrap();
+    let again = test
+        .store
+        .reconcile_report(&registration.id, second.link_epoch, ReportCause::Connected, &reports)
+        .await
+        .unwrap();
     assert_eq!(again, ReportOutcome::default(), "the second run changes nothing");
 }
 
@@ -76,6 +86,7 @@ async fn a_report_puts_every_session_where_it_really_is() {
         sandbox_id: Some(SandboxId::generate()),
         epoch: 1,
         running: true,
+        ended: None,
     };
     let reports = [
         report(&kept, true),
@@ -89,8 +100,11 @@ async fn a_report_puts_every_session_where_it_really_is() {
     let rebooted = crate::db::HostRegistration { boot_id: "boot-2".to_owned(), ..registration };
     let link = test.store.register_host(&rebooted).await.unwrap();
     assert!(link.rebooted);
-    let mut outcome =
-        test.store.reconcile_report(&rebooted.id, link.link_epoch, true, &reports).await.unwrap();
+    let mut outcome = test
+        .store
+        .reconcile_report(&rebooted.id, link.link_epoch, ReportCause::Rebooted, &reports)
+        .await
+        .unwrap();
     outcome.remove.sort();
     let mut remove = vec![failed.id.clone(), deleted.id.clone(), unknown.session_id];
     remove.sort();
@@ -186,4 +200,70 @@ async fn a_dead_coordinators_host_is_not_shown_as_connected_and_still_gets_sessi
     assert!(shown().await, "the end of an earlier link says nothing about this one");
     test.store.release_host_link(&registration.id, link.link_epoch).await.unwrap();
     assert!(!shown().await);
+}
+
+#[tokio::test]
+async fn a_report_that_knows_how_a_sandbox_ended_gives_the_reason() {
+    let test = store!();
+    let registration = host_registration(ByteCount::gib(10));
+    test.store.register_host(&registration).await.unwrap();
+    let ended = |session: &SessionRecord, reason| SandboxReport {
+        sandbox_id: session.sandbox_id.clone(),
+        ended: Some((reason, "as the disk has it".to_owned())),
+        ..report(session, false)
+    };
+    let hungry = test.active("hungry").await;
+    let stopped = test.active("stopped").await;
+    let pausing = test.active("pausing").await;
+    test.pause(&pausing.id, "pausing-pause").await;
+    let earlier = test.active("earlier").await;
+    let reports = [
+        ended(&hungry, Reason::OutOfMemory),
+        ended(&stopped, Reason::Requested),
+        ended(&pausing, Reason::Requested),
+        // Of an earlier sandbox of the session: it says nothing about this one.
+        SandboxReport { sandbox_id: Some(SandboxId::generate()), ..ended(&earlier, Reason::OutOfMemory) },
+    ];
+    let link = test.store.register_host(&registration).await.unwrap();
+    let cause = ReportCause::Connected;
+    test.store.reconcile_report(&registration.id, link.link_epoch, cause, &reports).await.unwrap();
+    let expected = [
+        (&hungry, Reason::OutOfMemory),
+        (&stopped, Reason::HostStopped),
+        (&pausing, Reason::Requested),
+        (&earlier, Reason::HostRestarted),
+    ];
+    for (session, reason) in expected {
+        let after = test.store.session(&session.id).await.unwrap();
+        assert_eq!((after.state, after.reason), (SessionState::Paused, Some(reason)), "{}", after.message);
+    }
+    assert_eq!(test.store.session(&hungry.id).await.unwrap().message, "as the disk has it");
+}
+
+#[tokio::test]
+async fn a_host_that_is_shut_down_leaves_its_sessions_paused_and_gets_no_more() {
+    let test = store!();
+    let registration = host_registration(ByteCount::gib(1));
+    let unknown = test.store.begin_host_stop(&registration.id).await;
+    assert!(matches!(unknown, Err(StoreError::NotFound { .. })));
+    let link = test.store.register_host(&registration).await.unwrap();
+    let session = test.active("one").await;
+    // Also when its heartbeats were missed by then.
+    test.clock.advance(SECOND * 60);
+    assert_eq!(test.store.mark_lost_hosts(SECOND * 5).await.unwrap().len(), 1);
+    let last = test.store.begin_host_stop(&registration.id).await.unwrap();
+    let late = test.store.heartbeat_host(&registration.id, link.link_epoch, None).await;
+    assert!(matches!(late, Err(StoreError::Conflict { .. })));
+    let reports = [report(&session, false)];
+    test.store.reconcile_report(&registration.id, last, ReportCause::Stopped, &reports).await.unwrap();
+    test.store.end_host_stop(&registration.id, last).await.unwrap();
+    let after = test.store.session(&session.id).await.unwrap();
+    assert_eq!((after.state, after.reason), (SessionState::Paused, Some(Reason::HostStopped)));
+    let host = &test.store.list_hosts().await.unwrap()[0];
+    assert!(!host.connected);
+    assert_eq!(host.capabilities, registration.capabilities, "what it can do is not forgotten");
+    assert_eq!(
+        test.create_one("two", &session_params(ByteCount::mib(1))).await.session.state,
+        SessionState::Queued
+    );
 }

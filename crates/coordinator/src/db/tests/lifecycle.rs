@@ -262,8 +262,10 @@ async fn a_pause_that_lasts_too_long_starts_over_on_a_host_that_answers_and_wait
         sandbox_id: None,
         epoch: after.epoch,
         running: false,
+        ended: None,
     };
-    let outcome = test.store.reconcile_report(&host.id, link.link_epoch, false, &[kept]).await.unwrap();
+    let cause = ReportCause::Connected;
+    let outcome = test.store.reconcile_report(&host.id, link.link_epoch, cause, &[kept]).await.unwrap();
     assert_eq!(outcome.gone, [session.id.clone()]);
     assert_eq!(test.state(&session.id).await, SessionState::Paused);
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use cloister_sandbox::backend::{
-    Backend, Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming,
+    Backend, Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming,
 };
 use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES};
 use cloister_types::session::Reason;
@@ -199,6 +199,13 @@ impl Backend for HeldBackend {
             sandbox.end(Reason::Requested);
         }
         Ok(())
+    }
+
+    async fn kept_session(&self, session_id: &SessionId) -> Result<Option<KeptSession>, SandboxError> {
+        let sessions = self.sessions.lock().unwrap();
+        let dead = self.dead.lock().unwrap();
+        let last_end = dead.iter().rev().find(|gone| gone.session_id == *session_id).cloned();
+        Ok(sessions.get(session_id).map(|_| KeptSession { has_layer: true, last_end }))
     }
 
     async fn sessions(&self) -> Result<Vec<(SessionId, Option<Arc<dyn Sandbox>>)>, SandboxError> {

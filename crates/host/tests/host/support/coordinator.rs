@@ -178,6 +178,11 @@ impl Coordinator {
         peer
     }
 
+    /// Waits for a host to dial and answers it, for one that does not stay.
+    pub(crate) async fn accept_once(&mut self) {
+        drop(self.link().await);
+    }
+
     /// Waits for the stream of this id.
     pub(crate) async fn stream(&mut self, id: &str) -> StreamPeer {
         loop {
