@@ -149,8 +149,15 @@ pub struct Exit {
     pub exited_unix_ms: u64,
     /// The process limit was reached while it ran.
     pub pids_limit_hit: bool,
-    /// The writable layer was full when it ended.
+    /// It failed, and the writable layer was full when it ended.
     pub disk_full: bool,
+}
+
+impl Exit {
+    /// Returns whether it ended in any other way than with exit code 0.
+    pub fn failed(&self) -> bool {
+        self.reason != ExitReason::Exited || self.code != 0
+    }
 }
 
 /// One exec as its host knows it.

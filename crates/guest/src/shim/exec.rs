@@ -295,7 +295,7 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
     // Times, counts and limits are the host's own; the guest's clock and word do not matter.
     exit.exited_unix_ms = unix_ms();
     exit.pids_limit_hit = after.pids_limit_hits > before.pids_limit_hits;
-    exit.disk_full = shim.counters.disk_full();
+    exit.disk_full = exit.failed() && shim.counters.disk_full();
     let killed = match exit.reason {
         ExitReason::Signaled => exit.signal == Some(libc::SIGKILL),
         ExitReason::Exited => exit.code == CODE_KILLED,

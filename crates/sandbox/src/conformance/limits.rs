@@ -48,6 +48,9 @@ pub(super) async fn full_disk_is_reported_by_name(subject: &dyn Subject) {
     let (exit, _) = fixture.run(&Program::FillFile("/workspace/large".to_owned())).await;
     assert_eq!(exit.code, 1, "{exit:?}");
     assert!(exit.disk_full, "{exit:?}");
+    // What succeeds on a full layer has nothing to be told.
+    let (exit, _) = fixture.run(&Program::Exit(0)).await;
+    assert_eq!((exit.code, exit.disk_full), (0, false), "{exit:?}");
     fixture.end().await;
 }
 

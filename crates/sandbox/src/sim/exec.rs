@@ -285,7 +285,7 @@ impl SimExec {
             output_bytes: self.next_offset,
             exited_unix_ms: world.unix_ms(),
             pids_limit_hit: false,
-            disk_full: world.free_bytes() == 0,
+            disk_full: (reason != ExitReason::Exited || code != 0) && world.free_bytes() == 0,
         });
     }
 

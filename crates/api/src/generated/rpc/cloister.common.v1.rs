@@ -1932,7 +1932,8 @@ pub struct ExecExit {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub pids_limit_hit: bool,
-    /// The writable layer was full when it ended.
+    /// It failed, and the writable layer was full when it ended: the likely cause. The kernel does not count refused writes,
+    /// so a program that met a full disk and went on to succeed, or deleted what it wrote before it failed, is not told so.
     ///
     /// Field 8: `disk_full`
     #[serde(
@@ -5074,7 +5075,8 @@ pub mod __buffa {
             ///
             /// Field 7: `pids_limit_hit`
             pub pids_limit_hit: bool,
-            /// The writable layer was full when it ended.
+            /// It failed, and the writable layer was full when it ended: the likely cause. The kernel does not count refused writes,
+            /// so a program that met a full disk and went on to succeed, or deleted what it wrote before it failed, is not told so.
             ///
             /// Field 8: `disk_full`
             pub disk_full: bool,
@@ -5527,7 +5529,8 @@ pub mod __buffa {
             pub fn pids_limit_hit(&self) -> bool {
                 self.0.reborrow().pids_limit_hit
             }
-            /// The writable layer was full when it ended.
+            /// It failed, and the writable layer was full when it ended: the likely cause. The kernel does not count refused writes,
+            /// so a program that met a full disk and went on to succeed, or deleted what it wrote before it failed, is not told so.
             ///
             /// Field 8: `disk_full`
             #[must_use]
