@@ -164,9 +164,16 @@ fn a_program_that_waits_for_its_reader_still_takes_signals_and_limits() {
         let peer = Peer::start_with(|config| config.spool_max_bytes = 256 * 1024);
         let limited = ExecSpec { timeout: Some(Duration::from_millis(300)), ..argv(&["cat", "/dev/zero"]) };
         let record = peer.spawn(limited).await;
+        assert!(std::path::Path::new(&format!("/proc/{}", record.pid)).exists(), "a pid of this namespace");
         let mut reader = peer.client.read_output(&record.exec_id, 0, false).await.unwrap();
         // It runs out of time while nobody reads; reading then finds the kept output and the end.
-        tokio::time::sleep(Duration::from_millis(400)).await;
+        let program = format!("/proc/{}/cmdline", record.pid);
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        // A killed process that nobody has reaped yet has none.
+        while std::fs::read(&program).is_ok_and(|command_line| !command_line.is_empty()) {
+            assert!(std::time::Instant::now() < deadline, "it runs on beyond its time");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         let exit = loop {
             if let Some(OutputFrame::Exit(exit)) = reader.next().await.unwrap() {
                 break exit;
