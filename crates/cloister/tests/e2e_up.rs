@@ -144,11 +144,15 @@ fn a_clean_stop_leaves_no_process_and_pauses_sessions() {
     assert_eq!(up.processes(), Vec::<String>::new());
     assert_eq!(up.mounts(), Vec::<String>::new());
     up.run(&["status"]).expect(3);
+    let down = std::process::Command::new("date").args(["-u", "+%Y-%m-%dT%H:%M:%S.%NZ"]).output().unwrap();
+    let down = String::from_utf8(down.stdout).unwrap();
     up.start_again();
-    wait_for("the session to be known as paused", || {
-        let state = up.json(&["session", "get", "counter"])["session"]["state"].clone();
-        if state == "SESSION_STATE_PAUSED" { Ok(()) } else { Err(state.to_string()) }
-    });
+    let session = up.json(&["session", "get", "counter"])["session"].clone();
+    assert_eq!(session["state"], "SESSION_STATE_PAUSED", "{session}");
+    assert_eq!(session["reason"], "host_stopped", "{session}");
+    // Known before the database stopped, not found out by the start: the times are text of the same form.
+    let paused = session["updatedAt"].as_str().unwrap();
+    assert!(paused < down.trim(), "paused at {paused}, down at {down}");
     up.ok(&["session", "resume", "counter"]);
     assert_eq!(up.ok(&["exec", "counter", "--", "cat", "/root/file"]), "kept");
 }

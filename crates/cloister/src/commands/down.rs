@@ -14,7 +14,7 @@ use crate::cli::Invocation;
 use crate::error::CliError;
 use crate::supervisor::layout::{Layout, LayoutArgs};
 use crate::supervisor::record::{UpLock, UpRecord};
-use crate::supervisor::{self, require_root};
+use crate::supervisor::{host, postgres, require_root};
 use crate::terminal::Terminal;
 
 /// How long a stop is waited for: the sum of what `up` gives its children.
@@ -97,9 +97,9 @@ async fn stop(terminal: Terminal, layout: &Layout) -> Result<bool, CliError> {
 async fn stop_leftovers(terminal: Terminal, layout: &Layout) -> Result<(), CliError> {
     let progress = terminal.progress("stopping what a killed `cloister up` left");
     if layout.data_of("host").exists() {
-        supervisor::stop_sandboxes(supervisor::host_spec(layout, "auto")?).await;
+        host::stop_sandboxes(host::host_spec(layout, "auto")?).await;
     }
-    supervisor::stop_leftover_postgres(layout).await?;
+    postgres::stop_leftover(layout).await?;
     drop(progress);
     let _ = fs::remove_file(layout.record());
     Ok(())

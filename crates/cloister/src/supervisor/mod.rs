@@ -17,9 +17,11 @@
 
 pub(crate) mod account;
 pub(crate) mod child;
+pub(crate) mod host;
 pub(crate) mod layout;
 pub(crate) mod log;
 pub(crate) mod own_context;
+pub(crate) mod postgres;
 pub(crate) mod record;
 pub(crate) mod role;
 pub(crate) mod token;
@@ -28,8 +30,8 @@ use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
-use cloister_api::app::{Host, ListHostsRequest, WhoAmIRequest};
-use cloister_coordinator::postgres::{PostgresConfig, PrivatePostgres};
+use cloister_api::app::WhoAmIRequest;
+use cloister_coordinator::postgres::PrivatePostgres;
 use cloister_service::{CancellationToken, OnCancel, OnError, TaskKind, TaskRegistry, error_chain};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -52,8 +54,6 @@ const LOOK_PERIOD: Duration = Duration::from_secs(1);
 const FAILED_STARTS: u32 = 3;
 /// How long the coordinator and the host agent may take to stop.
 const STOP_GRACE: Duration = Duration::from_secs(40);
-/// How long stopping all sandboxes may take.
-const SANDBOXES_GRACE: Duration = Duration::from_secs(60);
 /// Lines of a log that are shown when its role does not start.
 const TAIL_LINES: usize = 12;
 
@@ -163,30 +163,15 @@ impl Supervisor {
         })
         .await?;
         say("starting the host agent, which tries each backend");
-        // A coordinator may still take a host for connected that was when an earlier one was killed.
-        let earlier = self.own_host().await?.map(|host| host.last_heartbeat_at);
         self.start_host()?;
         self.save(false)?;
         self.wait_ready(self.host.as_ref(), || async {
-            match self.own_host().await? {
-                Some(host) if host.connected && Some(&host.last_heartbeat_at) != earlier.as_ref() => Ok(()),
+            match host::own_host(&self.options.layout, &self.owner).await? {
+                Some(host) if host.connected => Ok(()),
                 _ => Err(CliError::refused("the host agent has not connected", "")),
             }
         })
         .await
-    }
-
-    /// Returns the host of this machine as the coordinator knows it.
-    async fn own_host(&self) -> Result<Option<Host>, CliError> {
-        let file = self.options.layout.data_of("host").join("host.json");
-        // Not there before the first start of a host agent.
-        let Ok(bytes) = std::fs::read(file) else { return Ok(None) };
-        let file: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
-        let client = Client::connect_once(&self.owner).await?;
-        let hosts = client.api().hosts();
-        let answer = hosts.list_hosts_with_options(ListHostsRequest::default(), client::quick()).await;
-        let hosts = answer.map_err(|error| client.error(&error))?.into_owned().hosts;
-        Ok(hosts.into_iter().find(|host| file["host_id"] == host.id.as_str()))
     }
 
     /// Keeps `up.json` true until `stop` ends.
@@ -221,7 +206,7 @@ impl Supervisor {
         }
         if let Some(spec) = self.host_spec.take() {
             say("stopping sandboxes; their files stay");
-            stop_sandboxes(spec).await;
+            host::stop_sandboxes(spec).await;
         }
         if let Some(coordinator) = self.coordinator.take() {
             say("stopping the coordinator");
@@ -232,7 +217,7 @@ impl Supervisor {
             postgres.end().await;
         } else if self.outside_database.is_none() {
             // Interrupted while it was starting: then there is a server that no task has.
-            if let Err(error) = stop_leftover_postgres(&self.options.layout).await {
+            if let Err(error) = postgres::stop_leftover(&self.options.layout).await {
                 tracing::warn!(%error, "PostgreSQL is left running; the next `up` takes it over");
             }
         }
@@ -249,7 +234,11 @@ impl Supervisor {
         let layout = &self.options.layout;
         let mut roles = Vec::new();
         if self.postgres.is_some() {
-            roles.push(RoleRecord { name: "postgres".into(), pid: postmaster_pid(layout), restarts: 0 });
+            roles.push(RoleRecord {
+                name: "postgres".into(),
+                pid: postgres::postmaster_pid(layout),
+                restarts: 0,
+            });
         }
         for running in [&self.coordinator, &self.host].into_iter().flatten() {
             let ChildState { pid, restarts } = *running.state.borrow();
@@ -276,13 +265,13 @@ impl Supervisor {
 
     async fn start_postgres(&mut self) -> Result<OsString, CliError> {
         let layout = &self.options.layout;
-        let postgres = PrivatePostgres::start(postgres_config(layout)).await.map_err(|error| {
+        let postgres = PrivatePostgres::start(postgres::config(layout)).await.map_err(|error| {
             CliError::refused(
                 format!("PostgreSQL does not start: {}", error_chain(&error)),
                 "install PostgreSQL 14 or later (`apt-get install postgresql`), or set DATABASE_URL to a server of yours",
             )
         })?;
-        let url = postgres_url(layout);
+        let url = postgres::url(layout);
         let stop = CancellationToken::new();
         let (sender, state) = watch::channel(ChildState::default());
         let token = stop.clone();
@@ -327,7 +316,7 @@ impl Supervisor {
     }
 
     fn start_host(&mut self) -> Result<(), CliError> {
-        let spec = host_spec(&self.options.layout, &self.options.backend)?;
+        let spec = host::host_spec(&self.options.layout, &self.options.backend)?;
         self.host_spec = Some(spec.clone());
         self.host = Some(self.spawn(spec));
         Ok(())
@@ -383,100 +372,6 @@ impl Running {
     }
 }
 
-/// Returns how the host agent of these directories is started.
-///
-/// # Errors
-///
-/// [`CliError`] when its token cannot be read.
-pub(crate) fn host_spec(layout: &Layout, backend: &str) -> Result<ChildSpec, CliError> {
-    let host_token = token::ensure(&layout.tokens().join("host"))?;
-    let mut endpoint = OsString::from("unix://");
-    endpoint.push(layout.link_socket());
-    Ok(ChildSpec {
-        name: "host",
-        program: OWN_PROGRAM.into(),
-        shown_as: "cloister",
-        arguments: role_arguments("host", None),
-        set: vec![
-            ("CLOISTER_COORDINATOR_ENDPOINT", endpoint),
-            ("CLOISTER_COORDINATOR_TOKEN", host_token.into()),
-            ("CLOISTER_DATA_DIR", layout.data_of("host").into()),
-            ("CLOISTER_RUN_DIR", layout.run_of("host").into()),
-            ("CLOISTER_SANDBOX_BACKEND", backend.into()),
-        ],
-        unset: &[
-            "DATABASE_URL",
-            "CLOISTER_TOKEN",
-            "CLOISTER_ENDPOINT",
-            "CLOISTER_CONTEXT",
-            "CLOISTER_CONFIG",
-        ],
-        logs: layout.logs(),
-        grace: STOP_GRACE,
-    })
-}
-
-/// Stops all sandboxes of a host agent that does not run.
-pub(crate) async fn stop_sandboxes(mut spec: ChildSpec) {
-    spec.arguments.push("--stop-sandboxes".into());
-    match spec.spawn() {
-        Ok(mut child) => match tokio::time::timeout(SANDBOXES_GRACE, child.wait()).await {
-            Ok(Ok(status)) if status.success() => {}
-            Ok(status) => {
-                tracing::warn!(?status, "some sandboxes were not stopped; the host agent's log says which")
-            }
-            Err(_) => {
-                tracing::warn!("sandboxes did not stop in time; the next `up` takes them over");
-                let _ = child.kill().await;
-            }
-        },
-        Err(error) => tracing::warn!(%error, "sandboxes were not stopped"),
-    }
-}
-
-/// Stops a private PostgreSQL that nobody supervises.
-///
-/// # Errors
-///
-/// [`CliError::Refused`] when it does not stop.
-pub(crate) async fn stop_leftover_postgres(layout: &Layout) -> Result<(), CliError> {
-    if postmaster_pid(layout).is_none() {
-        return Ok(());
-    }
-    let stopped = async {
-        let postgres = PrivatePostgres::start(postgres_config(layout)).await?;
-        let cancel = CancellationToken::new();
-        cancel.cancel();
-        postgres.supervise(cancel).await
-    };
-    stopped.await.map_err(|error| {
-        CliError::refused(
-            format!("PostgreSQL does not stop: {}", error_chain(&error)),
-            format!(
-                "its process is named in `{}`",
-                layout.data_of("postgres").join("postmaster.pid").display()
-            ),
-        )
-    })
-}
-
-/// Returns how the private PostgreSQL of these directories is run.
-pub(crate) fn postgres_config(layout: &Layout) -> PostgresConfig {
-    PostgresConfig {
-        data_dir: layout.data_of("postgres"),
-        run_dir: layout.run_of("postgres"),
-        system_user: account::POSTGRES_USER.to_owned(),
-        fast_and_unsafe: false,
-    }
-}
-
-/// Returns the process of the private PostgreSQL, as its own pid file has it.
-pub(crate) fn postmaster_pid(layout: &Layout) -> Option<i32> {
-    let text = std::fs::read_to_string(layout.data_of("postgres").join("postmaster.pid")).ok()?;
-    let pid = text.lines().next()?.trim().parse().ok()?;
-    start_ticks(pid).map(|_| pid)
-}
-
 /// Refuses everybody but root, with the remedy.
 ///
 /// # Errors
@@ -510,12 +405,6 @@ fn role_arguments(role: &str, account: Option<Account>) -> Vec<OsString> {
         arguments.extend(["--run-as".into(), account.to_string().into()]);
     }
     arguments
-}
-
-fn postgres_url(layout: &Layout) -> OsString {
-    let mut url = OsString::from("postgres:///cloister?user=cloister&host=");
-    url.push(layout.run_of("postgres"));
-    url
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! `cloister session`: sessions, the durable unit of work.
 
+mod text;
+
 use std::time::{Duration, SystemTime};
 
 use buffa::Enumeration;
@@ -17,7 +19,7 @@ use crate::cli::Invocation;
 use crate::client::{self, Client, unary};
 use crate::error::CliError;
 use crate::interrupt::Interrupts;
-use crate::terminal::{Table, Terminal, Tone, age, date, one_line, word};
+use crate::terminal::{Terminal, one_line, word};
 
 /// How long one call waits for a session to get where it goes; longer waits are several calls.
 const CALL_WAIT: Duration = Duration::from_secs(20);
@@ -138,7 +140,7 @@ impl SessionCommand {
             Self::Get(args) => {
                 let request = GetSessionRequest { session: args.session, ..Default::default() };
                 let answer = unary!(client, sessions, get_session_with_options, request, client::quick())?;
-                terminal.either(&answer, || describe(&answer.session, terminal))?;
+                terminal.either(&answer, || text::describe(&answer.session, terminal))?;
             }
             Self::List(args) => {
                 let states = args.states.iter().filter_map(|state| state_of(*state)).collect();
@@ -357,7 +359,7 @@ async fn watch(client: &Client, terminal: Terminal, args: WatchArgs) -> Result<(
                         if terminal.json {
                             terminal.json_line(&message)?;
                         } else {
-                            terminal.line(event_line(&message.event))?;
+                            terminal.line(text::event_line(&message.event))?;
                         }
                         if message.event.state.as_known() == Some(SessionState::Deleted) {
                             return Ok(());
@@ -378,18 +380,6 @@ async fn watch(client: &Client, terminal: Terminal, args: WatchArgs) -> Result<(
         tokio::time::sleep(Duration::from_millis(100 << cuts)).await;
         cuts += 1;
     }
-}
-
-fn event_line(event: &cloister_api::app::SessionEvent) -> String {
-    let detail = [&event.reason, &event.message].map(|text| one_line(text)).join(" ");
-    let line = format!(
-        "{:>4}  {}  {:<24} {}",
-        event.cursor,
-        date(event.at.as_option()),
-        one_line(&event.kind),
-        detail.trim()
-    );
-    line.trim_end().to_owned()
 }
 
 /// Prints all pages of a list as one.
@@ -417,67 +407,8 @@ pub(crate) async fn print_list(
         }
         request.page_token = page.next_page_token;
     }
-    terminal.either(&all, || session_table(&all.sessions, SystemTime::now()))?;
+    terminal.either(&all, || text::table(&all.sessions, SystemTime::now()))?;
     Ok(0)
-}
-
-fn session_table(sessions: &[Session], now: SystemTime) -> String {
-    let mut table = Table::new(["SESSION", "NAME", "STATE", "REASON", "BACKEND", "ISOLATION", "AGE"]);
-    let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
-    for session in sessions {
-        table.row([
-            session.id.clone(),
-            or_dash(&session.name),
-            word(&session.state, "SESSION_STATE_"),
-            or_dash(&session.reason),
-            or_dash(&session.backend),
-            word(&session.isolation, "ISOLATION_"),
-            age(session.created_at.as_option(), now),
-        ]);
-    }
-    table.render()
-}
-
-fn describe(session: &Session, terminal: Terminal) -> String {
-    let limits = &session.limits;
-    let memory = cloister_types::ByteCount(limits.memory_bytes);
-    let disk = cloister_types::ByteCount(limits.disk_bytes);
-    let cpus = cloister_types::CpuMillis(limits.cpu_millis);
-    let mut labels: Vec<String> =
-        session.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    labels.sort();
-    let rows = [
-        ("session", session.id.clone()),
-        ("name", session.name.clone()),
-        ("labels", labels.join(", ")),
-        ("state", word(&session.state, "SESSION_STATE_")),
-        ("reason", session.reason.clone()),
-        ("message", session.message.clone()),
-        ("image", session.image.clone()),
-        ("backend", session.backend.clone()),
-        ("isolation", word(&session.isolation, "ISOLATION_")),
-        ("isolation floor", word(&session.isolation_floor, "ISOLATION_")),
-        ("network", if session.network { "yes" } else { "none" }.to_owned()),
-        ("limits", format!("{memory} memory, {cpus} cpus, {} pids, {disk} disk", limits.pids)),
-        ("host", session.host_id.clone()),
-        ("sandbox", session.sandbox_id.clone()),
-        ("created", date(session.created_at.as_option())),
-        ("updated", date(session.updated_at.as_option())),
-        ("expires", date(session.expires_at.as_option())),
-    ];
-    let mut lines: Vec<String> = rows
-        .iter()
-        .filter(|(_, value)| !value.is_empty() && value != "-")
-        .map(|(name, value)| format!("{name:<16} {}", one_line(value)))
-        .collect();
-    if !session.facts.is_empty() {
-        lines.push(terminal.paint("facts, read inside the sandbox", Tone::Strong));
-        let width = session.facts.iter().map(|fact| fact.name.chars().count()).max().unwrap_or_default();
-        for fact in &session.facts {
-            lines.push(format!("  {:<width$}  {}", one_line(&fact.name), one_line(&fact.value)));
-        }
-    }
-    lines.join("\n")
 }
 
 fn state_of(state: cloister_types::SessionState) -> Option<SessionState> {
@@ -486,8 +417,6 @@ fn state_of(state: cloister_types::SessionState) -> Option<SessionState> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::UNIX_EPOCH;
-
     use super::*;
 
     #[test]
@@ -496,32 +425,5 @@ mod tests {
             let value = state_of(*state).expect("a value of the API");
             assert_eq!(word(&value.into(), "SESSION_STATE_"), state.as_str());
         }
-    }
-
-    #[test]
-    fn list_shows_what_a_person_asks_first() {
-        let session = Session {
-            id: "ses_1".into(),
-            state: SessionState::Queued.into(),
-            reason: "no_capacity".into(),
-            ..Default::default()
-        };
-        assert_eq!(
-            session_table(&[session], UNIX_EPOCH),
-            "SESSION  NAME  STATE   REASON       BACKEND  ISOLATION  AGE\n\
-             ses_1    -     queued  no_capacity  -        -          -"
-        );
-    }
-
-    #[test]
-    fn events_are_one_line_whatever_they_say() {
-        let event = cloister_api::app::SessionEvent {
-            cursor: 3,
-            kind: "session.failed".into(),
-            reason: "start_failed".into(),
-            message: "two\nlines".into(),
-            ..Default::default()
-        };
-        assert_eq!(event_line(&event), "   3  -  session.failed           start_failed two lines");
     }
 }
