@@ -8,7 +8,7 @@ use cloister_api::app::attach_exec_request::Request;
 use cloister_api::app::attach_exec_response::Response;
 use cloister_api::app::{
     AttachExecRequest, AttachStart, AttachStdin, GetExecRequest, ListExecsRequest, PauseSessionRequest,
-    ReadOutputRequest, SignalExecRequest, StartExecRequest, WaitExecRequest, WriteStdinRequest,
+    ReadOutputRequest, Session, SignalExecRequest, StartExecRequest, WaitExecRequest, WriteStdinRequest,
 };
 use cloister_api::common::output_frame::Frame;
 use cloister_api::common::{ExecExit, ExecState, ExitReason, OutputFrame};
@@ -19,6 +19,25 @@ use super::host::FakeHost;
 use super::support::{SOON, TestCoordinator, active_session, assert_code, spec};
 
 const GIB: u64 = 1 << 30;
+
+/// A coordinator with one host and an active session on it.
+struct Scene {
+    coordinator: TestCoordinator,
+    host: FakeHost,
+    owner: Connection,
+    session: Session,
+}
+
+impl Scene {
+    /// Sets it up; `None` after a `SKIP:` line.
+    async fn start() -> Option<Self> {
+        let coordinator = TestCoordinator::start().await?;
+        let host = FakeHost::connect(&coordinator, 8 << 30).await;
+        let owner = coordinator.owner().await;
+        let session = active_session(&owner, "c1").await;
+        Some(Self { coordinator, host, owner, session })
+    }
+}
 
 fn start(request_id: &str, session: &str, argv: &[&str]) -> StartExecRequest {
     StartExecRequest {
@@ -78,10 +97,9 @@ fn output(session: &str, exec_id: &str) -> ReadOutputRequest {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_exec_starts_once_for_a_request_id_and_its_output_ends_with_the_exit() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let _host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let first =
         owner.execs().start_exec(start("e1", &session.id, &["echo", "hello", "world"])).await.expect("start");
     let exec = first.into_owned().exec.into_option().unwrap();
@@ -114,10 +132,9 @@ async fn an_exec_starts_once_for_a_request_id_and_its_output_ends_with_the_exit(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_stream_starts_feeds_and_reads_an_exec() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let _host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let stream = owner.streams().attach_exec().await.expect("attach");
     let (mut send, mut receive) = stream.into_split();
     send.send(attach("a1", &session.id, &["cat"])).await.expect("start");
@@ -141,10 +158,9 @@ async fn one_stream_starts_feeds_and_reads_an_exec() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn signals_end_an_exec_on_its_stream_and_by_a_call() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let _host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let stream = owner.streams().attach_exec().await.expect("attach");
     let (mut send, mut receive) = stream.into_split();
     send.send(attach("a1", &session.id, &["sleep"])).await.expect("start");
@@ -176,10 +192,9 @@ async fn signals_end_an_exec_on_its_stream_and_by_a_call() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_without_an_exit_is_an_error_that_says_where_to_go_on() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let exec =
         owner.execs().start_exec(start("e1", &session.id, &["cut"])).await.expect("start").into_owned().exec;
     let error = read(&owner, output(&session.id, &exec.id)).await.expect_err("it was cut");
@@ -215,10 +230,9 @@ async fn a_stream_without_an_exit_is_an_error_that_says_where_to_go_on() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_out_of_order_are_refused() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let _host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let exec =
         owner.execs().start_exec(start("e1", &session.id, &["lie"])).await.expect("start").into_owned().exec;
     let result = read(&owner, output(&session.id, &exec.id)).await;
@@ -266,10 +280,9 @@ async fn a_slow_caller_slows_the_host_and_a_leaving_one_ends_the_stream() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paused_session_answers_reads_and_refuses_new_execs_with_the_remedy() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let _host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let exec = owner
         .execs()
         .start_exec(start("e1", &session.id, &["echo", "kept"]))
@@ -292,10 +305,9 @@ async fn a_paused_session_answers_reads_and_refuses_new_execs_with_the_remedy() 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn input_by_calls_is_written_once_and_a_reader_that_does_not_follow_ends() {
-    let Some(coordinator) = TestCoordinator::start().await else { return };
-    let _host = FakeHost::connect(&coordinator, 8 * GIB).await;
-    let owner = coordinator.owner().await;
-    let session = active_session(&owner, "c1").await;
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
     let exec =
         owner.execs().start_exec(start("e1", &session.id, &["cat"])).await.expect("start").into_owned().exec;
     let write = |offset, data: &[u8], eof| WriteStdinRequest {

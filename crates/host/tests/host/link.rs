@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use crate::support::backend::HeldBackend;
 use crate::support::coordinator::{Coordinator, kind_of};
-use crate::support::{Host, config, create, start, until};
+use crate::support::{Host, Machine, config, create, start, until};
 use cloister_api::common::CapabilityStatus;
 use cloister_api::connection::HOST_WIRE_VERSION;
 use cloister_api::host::command_result::Result as Answer;
@@ -20,11 +20,8 @@ use cloister_types::{BackendKind, ExecId, SandboxId, SessionId};
 
 #[tokio::test]
 async fn a_host_registers_beats_and_comes_back_after_a_cut() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
-    let host = Host::start(config(&directory, &coordinator), backend);
-    let mut link = coordinator.link().await;
+    let mut machine = Machine::new(BackendKind::Sim).await;
+    let (host, mut link) = machine.start().await;
     let first = link.register.clone();
     assert!(first.host_id.starts_with("hst_"), "{first:?}");
     assert_eq!(first.name, "test-host");
@@ -34,8 +31,8 @@ async fn a_host_registers_beats_and_comes_back_after_a_cut() {
     assert_eq!(first.capabilities[0].status.as_known(), Some(CapabilityStatus::Ok));
     link.beats(3).await;
 
-    coordinator.cut();
-    let link = coordinator.link().await;
+    machine.coordinator.cut();
+    let link = machine.coordinator.link().await;
     assert_eq!(link.register.host_id, first.host_id);
     host.stop_with(link).await.unwrap();
 }
@@ -59,22 +56,18 @@ async fn a_wrong_token_is_no_end_and_a_dropped_link_neither() {
 
 #[tokio::test]
 async fn an_older_epoch_is_refused_also_by_the_next_agent() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (session, sandbox) = (SessionId::generate(), SandboxId::generate());
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     link.ask(&session, 5, create(&sandbox)).await.unwrap();
     let error = link.ask(&session, 4, StopSandbox::default()).await.unwrap_err();
     assert_eq!(kind_of(&error), HostErrorKind::Fenced);
     assert!(error.message.contains("epoch 4") && error.message.contains('5'), "{}", error.message);
-    assert!(backend.sandbox(&session).is_some(), "a fenced stop had an effect");
+    assert!(machine.backend.sandbox(&session).is_some(), "a fenced stop had an effect");
     host.stop_with(link).await.unwrap();
-    assert!(backend.sandbox(&session).is_some(), "a sandbox did not outlive its agent");
+    assert!(machine.backend.sandbox(&session).is_some(), "a sandbox did not outlive its agent");
 
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     let report = &link.register.sandboxes[0];
     assert_eq!(
         (report.session_id.as_str(), report.sandbox_id.as_str()),
@@ -87,25 +80,22 @@ async fn an_older_epoch_is_refused_also_by_the_next_agent() {
     link.ask(&session, 6, RemoveSandbox::default()).await.unwrap();
     let error = link.ask(&session, 5, create(&sandbox)).await.unwrap_err();
     assert_eq!(kind_of(&error), HostErrorKind::Fenced);
-    assert!(backend.sandbox(&session).is_none());
+    assert!(machine.backend.sandbox(&session).is_none());
     host.stop_with(link).await.unwrap();
 }
 
 #[tokio::test]
 async fn create_stop_and_remove_can_be_asked_twice() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (session, sandbox) = (SessionId::generate(), SandboxId::generate());
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
 
     let first = link.ask(&session, 1, create(&sandbox)).await.unwrap();
     let Answer::Created(created) = &first else { panic!("{first:?}") };
     assert_eq!(created.facts[0].name, "kernel");
     assert_eq!(created.timings.last().unwrap().step, "memory");
     assert_eq!(link.ask(&session, 1, create(&sandbox)).await.unwrap(), first);
-    assert_eq!(backend.called(), [format!("create {sandbox}")]);
+    assert_eq!(machine.backend.called(), [format!("create {sandbox}")]);
     let mut other = create(&sandbox);
     other.hostname = "other".to_owned();
     let error = link.ask(&session, 1, other).await.unwrap_err();
@@ -115,7 +105,7 @@ async fn create_stop_and_remove_can_be_asked_twice() {
     // A stop of another sandbox of the session leaves this one alone.
     let late = StopSandbox { sandbox_id: SandboxId::generate().to_string(), ..Default::default() };
     link.ask(&session, 2, late).await.unwrap();
-    assert!(backend.sandbox(&session).is_some());
+    assert!(machine.backend.sandbox(&session).is_some());
     for _ in 0..2 {
         assert!(matches!(link.ask(&session, 2, stop.clone()).await.unwrap(), Answer::Stopped(_)));
     }
@@ -131,29 +121,23 @@ async fn create_stop_and_remove_can_be_asked_twice() {
 
 #[tokio::test]
 async fn a_successor_takes_the_place_of_a_sandbox_whose_answer_was_lost() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (session, lost, successor) = (SessionId::generate(), SandboxId::generate(), SandboxId::generate());
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     link.ask(&session, 1, create(&lost)).await.unwrap();
     link.ask(&session, 2, create(&successor)).await.unwrap();
-    let running = backend.sandbox(&session).expect("one runs");
+    let running = machine.backend.sandbox(&session).expect("one runs");
     assert_eq!(cloister_sandbox::backend::Sandbox::spec(running.as_ref()).sandbox_id, successor);
     host.stop_with(link).await.unwrap();
 }
 
 #[tokio::test]
 async fn nothing_waits_for_a_slow_command_but_its_own_session() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (slow, quick) = (SessionId::generate(), SessionId::generate());
     let (slow_box, quick_box) = (SandboxId::generate(), SandboxId::generate());
-    let gate = backend.hold(&slow);
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let gate = machine.backend.hold(&slow);
+    let (host, mut link) = machine.start().await;
 
     let creating = link.command(&slow, 1, create(&slow_box)).await;
     let removing = link.command(&slow, 2, RemoveSandbox::default()).await;
@@ -164,25 +148,22 @@ async fn nothing_waits_for_a_slow_command_but_its_own_session() {
     link.beats(2).await;
     assert!(!link.has_result(creating) && !link.has_result(removing));
     let removed = format!("remove {slow}");
-    assert!(!backend.called().contains(&removed), "a removal overtook the creation before it");
+    assert!(!machine.backend.called().contains(&removed), "a removal overtook the creation before it");
 
     gate.add_permits(1);
     link.result(creating).await.unwrap();
     link.result(removing).await.unwrap();
-    assert_eq!(backend.called().last(), Some(&removed));
-    assert!(backend.sandbox(&slow).is_none());
+    assert_eq!(machine.backend.called().last(), Some(&removed));
+    assert!(machine.backend.sandbox(&slow).is_none());
     host.stop_with(link).await.unwrap();
 }
 
 #[tokio::test]
 async fn commands_beyond_the_bound_are_refused_at_once() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (slow, other) = (SessionId::generate(), SessionId::generate());
-    let gate = backend.hold(&slow);
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let gate = machine.backend.hold(&slow);
+    let (host, mut link) = machine.start().await;
     let mut waiting = vec![link.command(&slow, 1, create(&SandboxId::generate())).await];
     while waiting.len() < 1024 {
         waiting.push(link.command(&slow, 1, StopSandbox::default()).await);
@@ -200,15 +181,12 @@ async fn commands_beyond_the_bound_are_refused_at_once() {
 
 #[tokio::test]
 async fn a_stop_waits_for_a_creation_and_its_answer_goes_out() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (session, sandbox) = (SessionId::generate(), SandboxId::generate());
-    let gate = backend.hold(&session);
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let gate = machine.backend.hold(&session);
+    let (host, mut link) = machine.start().await;
     let creating = link.command(&session, 1, create(&sandbox)).await;
-    until("the creation began", || !backend.called().is_empty()).await;
+    until("the creation began", || !machine.backend.called().is_empty()).await;
     let (stopped, answered) = tokio::join!(host.stop(), async {
         link.beats(1).await;
         gate.add_permits(1);
@@ -218,17 +196,14 @@ async fn a_stop_waits_for_a_creation_and_its_answer_goes_out() {
     });
     stopped.unwrap();
     assert!(matches!(answered.unwrap(), Answer::Created(_)));
-    assert!(backend.sandbox(&session).is_some());
+    assert!(machine.backend.sandbox(&session).is_some());
 }
 
 #[tokio::test]
 async fn execs_are_found_while_the_sandbox_runs_and_after() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (session, sandbox, exec) = (SessionId::generate(), SandboxId::generate(), ExecId::generate());
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     let error = link.ask(&session, 1, start(&exec, &["cat"], true)).await.unwrap_err();
     assert_eq!(kind_of(&error), HostErrorKind::NotRunning);
     link.ask(&session, 1, create(&sandbox)).await.unwrap();
@@ -287,17 +262,14 @@ async fn execs_are_found_while_the_sandbox_runs_and_after() {
 
 #[tokio::test]
 async fn what_happens_while_the_link_is_down_is_told_after() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (session, sandbox) = (SessionId::generate(), SandboxId::generate());
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     link.ask(&session, 3, create(&sandbox)).await.unwrap();
     drop(link);
-    coordinator.cut();
-    let waiting = coordinator.dialled().await;
-    backend.kill(&session, Reason::OutOfMemory);
+    machine.coordinator.cut();
+    let waiting = machine.coordinator.dialled().await;
+    machine.backend.kill(&session, Reason::OutOfMemory);
     // The registration may have been written before the end or after; the event comes either way.
     waiting.accept(Registered { heartbeat_interval_ms: 50, ..Default::default() }).await;
     let mut link = waiting;
@@ -310,32 +282,28 @@ async fn what_happens_while_the_link_is_down_is_told_after() {
     assert!(event.at.is_set());
 
     // Whether it arrived is not known to the host: it comes once more over the next link, then no more.
-    coordinator.cut();
-    let mut link = coordinator.link().await;
+    machine.coordinator.cut();
+    let mut link = machine.coordinator.link().await;
     assert!(link.register.sandboxes.iter().all(|report| !report.running));
     assert_eq!(link.event().await.sandbox_id, sandbox.as_str());
-    coordinator.cut();
-    let mut link = coordinator.link().await;
+    machine.coordinator.cut();
+    let mut link = machine.coordinator.link().await;
     assert!(link.beats(2).await.is_empty());
     host.stop_with(link).await.unwrap();
 }
 
 #[tokio::test]
 async fn what_died_without_an_agent_is_reported_by_the_next() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let (dead, alive) = (SessionId::generate(), SessionId::generate());
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     link.ask(&dead, 7, create(&SandboxId::generate())).await.unwrap();
     let kept = SandboxId::generate();
     link.ask(&alive, 8, create(&kept)).await.unwrap();
     host.stop_with(link).await.unwrap();
-    backend.kill_unseen(&dead);
+    machine.backend.kill_unseen(&dead);
 
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     let event = link.event().await;
     assert_eq!(
         (event.session_id.as_str(), event.reason.as_str(), event.epoch),
@@ -343,7 +311,7 @@ async fn what_died_without_an_agent_is_reported_by_the_next() {
     );
     // An adopted sandbox is watched like one that was made here, once, also when it is asked for again.
     link.ask(&alive, 8, create(&kept)).await.unwrap();
-    backend.kill(&alive, Reason::SandboxGone);
+    machine.backend.kill(&alive, Reason::SandboxGone);
     assert_eq!(link.event().await.session_id, alive.as_str());
     assert!(link.beats(2).await.is_empty());
     host.stop_with(link).await.unwrap();
@@ -351,53 +319,44 @@ async fn what_died_without_an_agent_is_reported_by_the_next() {
 
 #[tokio::test]
 async fn deleted_sessions_are_removed_at_registration() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let session = SessionId::generate();
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (host, mut link) = machine.start().await;
     link.ask(&session, 1, create(&SandboxId::generate())).await.unwrap();
-    coordinator.cut();
-    let mut link = coordinator.dialled().await;
+    machine.coordinator.cut();
+    let mut link = machine.coordinator.dialled().await;
     let remove_session_ids = vec![session.to_string(), "nonsense".to_owned()];
     link.accept(Registered { heartbeat_interval_ms: 50, remove_session_ids, ..Default::default() }).await;
-    until("the session is gone", || backend.sandbox(&session).is_none()).await;
+    until("the session is gone", || machine.backend.sandbox(&session).is_none()).await;
     assert!(link.beats(2).await.is_empty());
     host.stop_with(link).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_second_agent_on_the_same_directory_is_refused() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Sim);
+    let mut machine = Machine::new(BackendKind::Sim).await;
     let session = SessionId::generate();
-    let first = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let (first, mut link) = machine.start().await;
     link.ask(&session, 1, create(&SandboxId::generate())).await.unwrap();
-    let second = Host::start(config(&directory, &coordinator), HeldBackend::new(BackendKind::Sim));
+    let second = Host::start(machine.config(), HeldBackend::new(BackendKind::Sim));
     let error = second.ended().await.unwrap_err();
     assert!(matches!(error, HostError::DataDir(DataDirError::InUse { .. })), "{error}");
     // `down` asks for the agent to be stopped first, and then ends every sandbox and keeps the layers.
-    let stop_all =
-        || cloister_host::stop_all_with(config(&directory, &coordinator), vec![backend.clone() as Arc<_>]);
+    let (config, backend) = (machine.config(), machine.backend.clone());
+    let stop_all = || cloister_host::stop_all_with(config.clone(), vec![backend.clone() as Arc<_>]);
     assert!(matches!(stop_all().await, Err(HostError::DataDir(DataDirError::InUse { .. }))));
-    assert!(backend.sandbox(&session).is_some());
+    assert!(machine.backend.sandbox(&session).is_some());
     first.stop_with(link).await.unwrap();
-    let (stopped, ()) = tokio::join!(stop_all(), coordinator.accept_once());
+    let (stopped, ()) = tokio::join!(stop_all(), machine.coordinator.accept_once());
     assert_eq!(stopped.unwrap(), 1);
-    assert!(!backend.called().iter().any(|call| call.starts_with("remove")));
+    assert!(!machine.backend.called().iter().any(|call| call.starts_with("remove")));
 }
 
 #[tokio::test]
 async fn without_a_backend_that_works_a_host_registers_and_refuses_with_the_reason() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut coordinator = Coordinator::start().await;
-    let backend = HeldBackend::new(BackendKind::Namespace);
-    backend.broken.store(true, Ordering::SeqCst);
-    let host = Host::start(config(&directory, &coordinator), backend.clone());
-    let mut link = coordinator.link().await;
+    let mut machine = Machine::new(BackendKind::Namespace).await;
+    machine.backend.broken.store(true, Ordering::SeqCst);
+    let (host, mut link) = machine.start().await;
     let capability = &link.register.capabilities[0];
     assert_eq!(capability.status.as_known(), Some(CapabilityStatus::Failed));
     assert_eq!(capability.remedy, "set user.max_user_namespaces");
@@ -410,6 +369,6 @@ async fn without_a_backend_that_works_a_host_registers_and_refuses_with_the_reas
             if backend == "sim" { "does not serve backend `sim`" } else { "user namespaces are off" };
         assert!(error.message.contains(reason), "{}", error.message);
     }
-    assert!(backend.called().is_empty());
+    assert!(machine.backend.called().is_empty());
     host.stop_with(link).await.unwrap();
 }

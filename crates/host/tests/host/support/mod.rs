@@ -12,10 +12,11 @@ use cloister_sandbox::backend::Backend;
 use cloister_service::{
     CancellationToken, Environment, OnCancel, OnError, TaskHandle, TaskKind, TaskRegistry,
 };
-use cloister_types::{ExecId, SandboxId};
+use cloister_types::{BackendKind, ExecId, SandboxId};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 
+use self::backend::HeldBackend;
 use self::coordinator::{Coordinator, LinkPeer, SOON, TOKEN};
 
 const AGENT: TaskKind = TaskKind::new("agent", OnCancel::Wait, OnError::Log);
@@ -26,6 +27,34 @@ pub(crate) struct Host {
     ended: oneshot::Receiver<Result<(), HostError>>,
     task: TaskHandle,
     _tasks: TaskRegistry,
+}
+
+/// What a host agent has around it: a directory, a coordinator to dial, and a backend in the test's hand.
+pub(crate) struct Machine {
+    pub(crate) directory: TempDir,
+    pub(crate) coordinator: Coordinator,
+    pub(crate) backend: Arc<HeldBackend>,
+}
+
+impl Machine {
+    pub(crate) async fn new(kind: BackendKind) -> Self {
+        Self {
+            directory: tempfile::tempdir().expect("a directory"),
+            coordinator: Coordinator::start().await,
+            backend: HeldBackend::new(kind),
+        }
+    }
+
+    pub(crate) fn config(&self) -> HostConfig {
+        config(&self.directory, &self.coordinator)
+    }
+
+    /// Starts a host agent here, the first or the next one, and accepts its link.
+    pub(crate) async fn start(&mut self) -> (Host, LinkPeer) {
+        let host = Host::start(self.config(), self.backend.clone());
+        let link = self.coordinator.link().await;
+        (host, link)
+    }
 }
 
 /// Returns the configuration of a host that dials this coordinator.
