@@ -266,7 +266,7 @@ async fn a_pause_that_lasts_too_long_starts_over_on_a_host_that_answers_and_wait
     };
     let cause = ReportCause::Connected;
     let outcome = test.store.reconcile_report(&host.id, link.link_epoch, cause, &[kept]).await.unwrap();
-    assert_eq!(outcome.gone, [session.id.clone()]);
+    assert_eq!(outcome.gone, std::slice::from_ref(&session.id));
     assert_eq!(test.state(&session.id).await, SessionState::Paused);
 }
 
