@@ -44,7 +44,8 @@ pub(crate) fn can_run() -> bool {
     has_postgres
 }
 
-fn which(program: &str) -> bool {
+/// Returns whether a program is in the path.
+pub(crate) fn which(program: &str) -> bool {
     std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
         .any(|directory| directory.join(program).exists())
 }
