@@ -30,6 +30,11 @@ check:
 bench *arguments:
     cargo run --quiet --release --package cloister-bench -- {{arguments}}
 
+# Output of many GiB through the whole path: equal by count and BLAKE3, and what each process took at most.
+torture-output gib="10":
+    CLOISTER_TEST_OUTPUT_GIB={{gib}} cargo test --quiet --package cloister --test e2e_output -- --nocapture \
+        --exact a_gibibyte_arrives_equal_and_nobody_on_the_way_grows
+
 # Licences, banned crates and sources of every dependency.
 deny:
     #!/usr/bin/env bash

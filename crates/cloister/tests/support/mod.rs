@@ -5,6 +5,8 @@
 
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub(crate) mod memory;
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -218,6 +220,17 @@ impl Up {
             }
         }
         text
+    }
+
+    /// Returns the shim and the guest agent (pid 1) of the only sandbox there is.
+    pub(crate) fn sandbox_processes(&self) -> (i32, i32) {
+        let mark = format!("{}/", self.path("data/host/sandboxes").display());
+        let mut shims = self.processes().into_iter().filter(|process| process.contains(&mark));
+        let shim = shims.next().expect("a sandbox runs");
+        assert_eq!(shims.next(), None, "there is one sandbox");
+        let shim: i32 = shim.split(' ').next().unwrap().parse().unwrap();
+        let children = fs::read_to_string(format!("/proc/{shim}/task/{shim}/children")).unwrap();
+        (shim, children.split_whitespace().next().expect("pid 1 runs").parse().unwrap())
     }
 
     /// Returns the processes that have this installation in their command line or environment.
