@@ -21,7 +21,7 @@ use super::counters::Counts;
 use super::lifecycle::{Shim, unix_ms};
 use crate::connection::Connection;
 use crate::convert;
-use crate::frames::Body;
+use crate::frames::{Body, FrameError};
 use crate::spool::{self, AppendError, RecordError, Writer};
 
 /// Most characters of a message that the guest may put into a record.
@@ -259,7 +259,10 @@ pub(super) async fn follow(shim: Rc<Shim>, exec: Rc<Exec>, mut connection: Conne
             },
             Ok(Some(Body::Exit(exit))) => break Ok(*exit),
             Ok(Some(_)) => break Err("the guest agent sent another message than output".to_owned()),
-            Ok(None) | Err(_) => break Err("the sandbox ended before the program did".to_owned()),
+            Ok(None) | Err(FrameError::Read(_) | FrameError::Torn) => {
+                break Err("the sandbox ended before the program did".to_owned());
+            }
+            Err(error) => break Err(format!("the guest agent sent nonsense: {}", super::chain(&error))),
         }
     };
     drop(connection);
