@@ -113,11 +113,15 @@ fn encode_into(buffer: &mut Vec<u8>, body: Body) -> Result<(), FrameError> {
 ///
 /// [`FrameError::TooLarge`], [`FrameError::Decode`], [`FrameError::Empty`].
 pub fn decode(bytes: &[u8]) -> Result<Body, FrameError> {
-    if bytes.len() > FRAME_MAX_BYTES {
+    decode_within(bytes, FRAME_MAX_BYTES)
+}
+
+fn decode_within(bytes: &[u8], max_bytes: usize) -> Result<Body, FrameError> {
+    if bytes.len() > max_bytes {
         return Err(FrameError::TooLarge(bytes.len()));
     }
     let message: guest::Message = DecodeOptions::new()
-        .with_max_message_size(FRAME_MAX_BYTES)
+        .with_max_message_size(max_bytes)
         .with_recursion_limit(RECURSION_MAX)
         .with_unknown_field_limit(UNKNOWN_FIELDS_MAX)
         .with_element_memory_limit(ELEMENT_MEMORY_BYTES)
@@ -133,12 +137,20 @@ pub struct FrameReader<R> {
     /// Bytes that arrived and were not taken: `start` is the first.
     buffer: Vec<u8>,
     start: usize,
+    max_bytes: usize,
 }
 
 impl<R: AsyncRead + Unpin> FrameReader<R> {
     /// Returns a reader of `io`.
     pub fn new(io: R) -> Self {
-        Self { io, buffer: Vec::new(), start: 0 }
+        Self { io, buffer: Vec::new(), start: 0, max_bytes: FRAME_MAX_BYTES }
+    }
+
+    /// Takes frames of any length from now on: what the bound is there for, shown by leaving it off.
+    #[cfg(debug_assertions)]
+    pub(crate) fn leave_bound_off(&mut self) {
+        // The most that the decoder can be told.
+        self.max_bytes = 0x7fff_ffff;
     }
 
     /// Returns the next message; `None` when the peer closed after a whole frame.
@@ -158,12 +170,12 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                 let mut header = [0; HEADER_BYTES];
                 header.copy_from_slice(&self.buffer[self.start..self.start + HEADER_BYTES]);
                 let length = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
-                if length > FRAME_MAX_BYTES {
+                if length > self.max_bytes {
                     return Err(FrameError::TooLarge(length));
                 }
                 if available - HEADER_BYTES >= length {
                     let from = self.start + HEADER_BYTES;
-                    let body = decode(&self.buffer[from..from + length]);
+                    let body = decode_within(&self.buffer[from..from + length], self.max_bytes);
                     self.start = from + length;
                     self.compact();
                     return body.map(Some);

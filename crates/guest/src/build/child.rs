@@ -16,7 +16,7 @@ use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::{Signal, chdir, pivot_root, set_parent_process_death_signal, umask};
 use rustix::thread::{
     Gid, Uid, UnshareFlags, capabilities, configure_capability_in_ambient_set, set_capabilities,
-    unshare_unsafe,
+    set_keep_capabilities, unshare_unsafe,
 };
 
 use super::link::{self, ChildMessage};
@@ -93,6 +93,10 @@ impl ChildPlan<'_> {
         self.done(&mut clock, "user_namespace")?;
         link::say(self.link.as_fd(), &ChildMessage::NeedsMaps).step("ask for id maps")?;
         link::wait_for_release(self.link.as_fd()).step("wait for id maps")?;
+        if self.is_off(Defence::UserNamespace) {
+            // In a new user namespace nobody was root, so that leaving it costs nothing.
+            set_keep_capabilities(true).step("keep capabilities")?;
+        }
         become_agent_user()?;
         // Changing ids clears it, so not before.
         set_parent_process_death_signal(Some(Signal::KILL)).step("die with the shim")?;
@@ -121,7 +125,7 @@ impl ChildPlan<'_> {
                 errno,
             });
         }
-        proc_mount::mount(root.as_fd()).map_err(|(path, errno)| Failure {
+        proc_mount::mount(root.as_fd(), !self.is_off(Defence::ProcMasks)).map_err(|(path, errno)| Failure {
             step: "mount proc",
             path: Some(path),
             errno,
@@ -133,14 +137,24 @@ impl ChildPlan<'_> {
             // A tree cloned before and attached after the user namespace was made is the sandbox's own: not locked.
             let tree = mounts::clone_tree(CWD, ".", rustix::mount::MountAttrFlags::empty(), true)
                 .step("clone unlocked root")?;
-            unshare_user_namespace()?;
+            self.unshare_user_namespace()?;
             let place = mounts::open_path(".").step("open locked root")?;
             mounts::attach(tree.as_fd(), place.as_fd()).step("attach unlocked root")?;
             rustix::process::fchdir(tree.as_fd()).step("enter unlocked root")?;
             return pivot();
         }
         pivot()?;
-        unshare_user_namespace()
+        self.unshare_user_namespace()
+    }
+
+    fn unshare_user_namespace(&self) -> Result<(), Failure> {
+        let mut flags = UnshareFlags::NEWUSER | UnshareFlags::NEWNS | UnshareFlags::NEWCGROUP;
+        if self.is_off(Defence::UserNamespace) {
+            flags -= UnshareFlags::NEWUSER;
+        }
+        // SAFETY: only CLONE_FILES makes unsharing unsafe; the child is alone in its process.
+        // JUSTIFICATION: rustix marks the whole call unsafe.
+        unsafe { unshare_unsafe(flags) }.step("make user namespace")
     }
 
     fn is_off(&self, defence: Defence) -> bool {
@@ -179,13 +193,6 @@ fn pivot() -> Result<(), Failure> {
     pivot_root(".", ".").step("pivot root")?;
     unmount(".", UnmountFlags::DETACH).step("detach host root")?;
     chdir("/").step("enter root")
-}
-
-fn unshare_user_namespace() -> Result<(), Failure> {
-    let flags = UnshareFlags::NEWUSER | UnshareFlags::NEWNS | UnshareFlags::NEWCGROUP;
-    // SAFETY: only CLONE_FILES makes unsharing unsafe; the child is alone in its process.
-    // JUSTIFICATION: rustix marks the whole call unsafe.
-    unsafe { unshare_unsafe(flags) }.step("make user namespace")
 }
 
 /// Switches to the guest agent's own user, keeping every capability over the user namespace across the exec. No program of

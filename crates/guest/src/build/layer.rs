@@ -13,7 +13,7 @@ use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid, chownat, fchmod, mkdirat, open
 use rustix::io::Errno;
 
 use super::error::{BuildError, StepContext};
-use super::mounts::{self, WRITABLE};
+use super::mounts;
 use super::{loop_device, owner};
 use crate::etc;
 use crate::shim::config::{Defence, DiskConfig, ShimConfig};
@@ -49,17 +49,18 @@ const HOSTNAME: &str = ".cloister-hostname";
 /// Mounts the layer at `mount_point` in the calling process's mount namespace, and returns its root directory.
 pub(super) fn mount(config: &ShimConfig, mount_point: &Path) -> Result<OwnedFd, BuildError> {
     let limited = !config.defences_off.contains(&Defence::DiskLimit);
+    let attributes = mounts::layer_attributes(&config.defences_off);
     let target = mounts::open_path(mount_point).step_at("open layer mount point", mount_point)?;
     match &config.disk {
         DiskConfig::Loop { image } if limited => {
             let device = loop_device::attach_image(image)?;
             let source = device.path.to_str().expect("made from digits");
-            let filesystem = mounts::make_filesystem("ext4", &[("source", source)], WRITABLE)
+            let filesystem = mounts::make_filesystem("ext4", &[("source", source)], attributes)
                 .step_at("mount disk image", image)?;
             mounts::attach(filesystem.as_fd(), target.as_fd()).step_at("attach layer", mount_point)?;
         }
         DiskConfig::Directory { path } => {
-            let tree = mounts::clone_tree(rustix::fs::CWD, path, WRITABLE, false)
+            let tree = mounts::clone_tree(rustix::fs::CWD, path, attributes, false)
                 .step_at("bind layer directory", path)?;
             mounts::attach(tree.as_fd(), target.as_fd()).step_at("attach layer", mount_point)?;
         }
@@ -67,12 +68,12 @@ pub(super) fn mount(config: &ShimConfig, mount_point: &Path) -> Result<OwnedFd, 
             let size = if limited { bytes.to_string() } else { "0".to_owned() };
             let options = [("size", size.as_str()), ("mode", "0700")];
             let filesystem =
-                mounts::make_filesystem("tmpfs", &options, WRITABLE).step("mount layer tmpfs")?;
+                mounts::make_filesystem("tmpfs", &options, attributes).step("mount layer tmpfs")?;
             mounts::attach(filesystem.as_fd(), target.as_fd()).step_at("attach layer", mount_point)?;
         }
         // Without the limit the layer is the mount point's own directory, on the host's filesystem.
         DiskConfig::Loop { .. } => {
-            let tree = mounts::clone_tree(rustix::fs::CWD, mount_point, WRITABLE, false)
+            let tree = mounts::clone_tree(rustix::fs::CWD, mount_point, attributes, false)
                 .step_at("bind layer directory", mount_point)?;
             mounts::attach(tree.as_fd(), target.as_fd()).step_at("attach layer", mount_point)?;
         }

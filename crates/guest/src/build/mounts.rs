@@ -17,6 +17,8 @@ use rustix::mount::{
     fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
+use crate::shim::config::Defence;
+
 /// What every read-only view of the host's files gets.
 pub(super) const READ_ONLY: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_RDONLY
     .union(MountAttrFlags::MOUNT_ATTR_NOSUID)
@@ -25,6 +27,11 @@ pub(super) const READ_ONLY: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_RDONLY
 /// What every place that the sandbox may write gets.
 pub(super) const WRITABLE: MountAttrFlags =
     MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
+
+/// Returns what a place of the layer gets: [`WRITABLE`], unless a control experiment leaves the flags off.
+pub(super) fn layer_attributes(defences_off: &[Defence]) -> MountAttrFlags {
+    if defences_off.contains(&Defence::MountFlags) { MountAttrFlags::empty() } else { WRITABLE }
+}
 
 /// What a device node gets: read-only refuses changing the node, not writing to the device.
 pub(super) const DEVICE: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_RDONLY

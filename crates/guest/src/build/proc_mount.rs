@@ -38,12 +38,13 @@ const MASKED_DIRECTORIES: &[&str] = &["acpi", "asound", "driver", "scsi"];
 /// Trees with switches among what programs need to read.
 const READ_ONLY_TREES: &[&str] = &["bus", "fs", "irq", "mtrr", "sys", "tty"];
 
-/// Mounts a masked `/proc` of the calling process's own process namespace below `root`.
+/// Mounts `/proc` of the calling process's own process namespace below `root`; masked, unless a control experiment leaves
+/// that off.
 ///
 /// # Errors
 ///
 /// The file concerned and what the kernel said.
-pub(super) fn mount(root: BorrowedFd<'_>) -> Result<(), (String, Errno)> {
+pub(super) fn mount(root: BorrowedFd<'_>, is_masked: bool) -> Result<(), (String, Errno)> {
     let at = |name: &str| {
         let name = format!("/proc/{name}");
         move |error| (name, error)
@@ -54,7 +55,7 @@ pub(super) fn mount(root: BorrowedFd<'_>) -> Result<(), (String, Errno)> {
     let filesystem = mounts::make_filesystem("proc", &[], attributes).map_err(at(""))?;
     let place = mounts::open_beneath(root, "proc").map_err(at(""))?;
     mounts::attach(filesystem.as_fd(), place.as_fd()).map_err(at(""))?;
-    mask(root)
+    if is_masked { mask(root) } else { Ok(()) }
 }
 
 /// Binds the host's own `/proc` below `root`: what stands in when the process namespace is left off.

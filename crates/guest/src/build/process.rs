@@ -68,7 +68,9 @@ fn follow(
                 timer.add(step, Duration::from_nanos(elapsed_ns));
             }
             Some(ChildMessage::NeedsMaps) => {
-                write_maps(child.pid, config)?;
+                if !config.defences_off.contains(&Defence::UserNamespace) {
+                    write_maps(child.pid, config)?;
+                }
                 link::release(link.as_fd()).step("release child")?;
                 is_mapped = true;
                 timer.done("id_maps");

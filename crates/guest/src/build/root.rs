@@ -64,7 +64,7 @@ pub(super) fn build(
 
     let builder = Builder { root: root.as_fd(), id_base: config.id_base };
     builder.system()?;
-    builder.writable(layer)?;
+    builder.writable(layer, mounts::layer_attributes(&config.defences_off))?;
     builder.etc()?;
     builder.devices()?;
     for name in EMPTY_DIRECTORIES {
@@ -98,10 +98,10 @@ impl Builder<'_> {
     }
 
     /// The layer's directories, and `/run`.
-    fn writable(&self, layer: BorrowedFd<'_>) -> Result<(), BuildError> {
+    fn writable(&self, layer: BorrowedFd<'_>, attributes: MountAttrFlags) -> Result<(), BuildError> {
         const STEP: &str = "bind writable directory";
         for (name, _) in layer::DIRECTORIES {
-            let tree = mounts::clone_tree(layer, name, WRITABLE, false).step_at(STEP, name)?;
+            let tree = mounts::clone_tree(layer, name, attributes, false).step_at(STEP, name)?;
             self.directory(name, 0o755).step_at(STEP, name)?;
             self.attach(tree.as_fd(), name).step_at(STEP, name)?;
         }

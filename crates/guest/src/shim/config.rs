@@ -113,10 +113,39 @@ pub enum Defence {
     NetworkNamespace,
     /// The process namespace.
     PidNamespace,
+    /// The user namespace: root inside is root of the machine.
+    UserNamespace,
+    /// The flags `nosuid` and `nodev` of the mounts that can be written.
+    MountFlags,
+    /// The masks over parts of `/proc`.
+    ProcMasks,
     /// The bound on kept output.
     SpoolBound,
+    /// The bound on what the guest agent may send as one frame.
+    FrameBound,
     /// The disk limit.
     DiskLimit,
+}
+
+impl Defence {
+    /// Every defence, for tests that want a control of each.
+    pub const ALL: [Self; 15] = [
+        Self::Seccomp,
+        Self::Landlock,
+        Self::Capabilities,
+        Self::NoNewPrivileges,
+        Self::LockedMounts,
+        Self::MemoryCgroup,
+        Self::PidsCgroup,
+        Self::NetworkNamespace,
+        Self::PidNamespace,
+        Self::UserNamespace,
+        Self::MountFlags,
+        Self::ProcMasks,
+        Self::SpoolBound,
+        Self::FrameBound,
+        Self::DiskLimit,
+    ];
 }
 
 /// The one line a shim prints when it has finished starting, for better or worse.
@@ -150,4 +179,21 @@ pub struct SandboxExitRecord {
     pub status: i32,
     /// Milliseconds since the Unix epoch.
     pub exited_unix_ms: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Defence;
+
+    #[test]
+    fn the_list_of_defences_has_each_of_them() {
+        // The parser knows every variant, and names them when it is given another.
+        let error = serde_json::from_str::<Defence>("\"\"").unwrap_err().to_string();
+        let known: Vec<&str> = error.split('`').skip(3).step_by(2).collect();
+        let listed: Vec<String> = Defence::ALL
+            .iter()
+            .map(|defence| serde_json::to_string(defence).unwrap().trim_matches('"').to_owned())
+            .collect();
+        assert_eq!(listed, known, "{error}");
+    }
 }

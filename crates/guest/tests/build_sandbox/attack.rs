@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 
 /// Runs the attack `name`.
 pub(crate) fn run(name: &str, argument: &str) -> String {
@@ -29,6 +29,17 @@ pub(crate) fn run(name: &str, argument: &str) -> String {
             };
             outcome(i64::from(result))
         }
+        "mount_sys" => {
+            // SAFETY: constant strings.
+            let result = unsafe {
+                libc::mount(c"sysfs".as_ptr(), c"/mnt".as_ptr(), c"sysfs".as_ptr(), 0, std::ptr::null())
+            };
+            outcome(i64::from(result))
+        }
+        "nested_mount" => match run("unshare_user", "").as_str() {
+            "ok" => run("mount_tmpfs", ""),
+            refused => format!("no nested namespace: {refused}"),
+        },
         "umount_usr" => {
             // SAFETY: a constant string.
             outcome(i64::from(unsafe { libc::umount2(c"/usr".as_ptr(), libc::MNT_DETACH) }))
@@ -57,9 +68,10 @@ pub(crate) fn run(name: &str, argument: &str) -> String {
             outcome(i64::from(unsafe { libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) }))
         }
         "make_device" => {
+            // `/dev/null`, which nobody could do harm with were it made.
             // SAFETY: a constant string.
             let result = unsafe {
-                libc::mknod(c"/workspace/disk".as_ptr(), libc::S_IFBLK | 0o666, libc::makedev(254, 0))
+                libc::mknod(c"/workspace/node".as_ptr(), libc::S_IFCHR | 0o666, libc::makedev(1, 3))
             };
             outcome(i64::from(result))
         }
@@ -78,18 +90,19 @@ pub(crate) fn run(name: &str, argument: &str) -> String {
             // SAFETY: numbers only.
             outcome(i64::from(unsafe { libc::setpriority(libc::PRIO_PROCESS, 1, 19) }))
         }
-        "trace_pid_1" => {
-            // SAFETY: attaching passes no memory.
-            let result = unsafe {
-                libc::ptrace(
-                    libc::PTRACE_SEIZE,
-                    1,
-                    std::ptr::null_mut::<libc::c_void>(),
-                    std::ptr::null_mut::<libc::c_void>(),
-                )
-            };
-            outcome(result)
+        "trace" => trace(argument.parse().unwrap()),
+        "trace_own_child" => {
+            // What a program is after its exec; this one is a copy of pid 1, which is not.
+            rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::Dumpable).unwrap();
+            let child = fork_sleeper().unwrap();
+            let outcome = trace(child);
+            end(&[child]);
+            outcome
         }
+        "give_away" => result(
+            fs::write(argument, "x")
+                .and_then(|()| std::os::unix::fs::chown(argument, Some(1000), Some(1000))),
+        ),
         "type_into_terminal" => {
             // SAFETY: TIOCSTI reads one byte of a constant.
             outcome(i64::from(unsafe { libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr()) }))
@@ -98,9 +111,29 @@ pub(crate) fn run(name: &str, argument: &str) -> String {
             let address = SocketAddr::from_abstract_name(argument).unwrap();
             result(UnixStream::connect_addr(&address).map(|_| ()))
         }
+        "own_abstract_socket" => {
+            let address = SocketAddr::from_abstract_name(argument).unwrap();
+            let _listener = UnixListener::bind_addr(&address).unwrap();
+            result(UnixStream::connect_addr(&address).map(|_| ()))
+        }
+        "own_tcp_connection" => {
+            let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            result(std::net::TcpStream::connect(listener.local_addr().unwrap()).map(|_| ()))
+        }
         "connect_tcp" => result(std::net::TcpStream::connect(argument).map(|_| ())),
         "bind_tcp" => result(std::net::TcpListener::bind(argument).map(|_| ())),
         "write_file" => result(fs::write(argument, "x")),
+        "write_to_existing" => result(fs::File::options().write(true).open(argument).and_then(|mut file| {
+            use std::io::Write;
+            file.write_all(b"x")
+        })),
+        "hog_memory" => {
+            let bytes = argument.parse::<usize>().unwrap() << 20;
+            // Not zeros, which could come without a page.
+            std::hint::black_box(vec![0x5a_u8; bytes]);
+            "ok".to_owned()
+        }
+        "fork" => fork_bomb(argument.parse().unwrap()),
         "read_file" => match fs::read(argument) {
             Ok(bytes) if bytes.is_empty() => "empty".to_owned(),
             Ok(_) => "ok".to_owned(),
@@ -119,15 +152,61 @@ pub(crate) fn run(name: &str, argument: &str) -> String {
     }
 }
 
-/// Writes to a file until that fails or 256 MiB are written; says how it ended and how many MiB there are.
-fn fill(path: &str) -> String {
+fn trace(pid: i32) -> String {
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: attaching passes no memory.
+    outcome(unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, none, none) })
+}
+
+/// Starts a child that waits to be killed.
+fn fork_sleeper() -> std::io::Result<i32> {
+    // SAFETY: this process has one thread, and the child does nothing but wait.
+    match unsafe { libc::fork() } {
+        0 => loop {
+            // SAFETY: waits for a signal.
+            unsafe { libc::pause() };
+        },
+        pid if pid > 0 => Ok(pid),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+fn end(children: &[i32]) {
+    for child in children {
+        // SAFETY: a child of ours that has not been waited for.
+        unsafe {
+            libc::kill(*child, libc::SIGKILL);
+            libc::waitpid(*child, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// Has `count` children at a time, if it may.
+fn fork_bomb(count: usize) -> String {
+    let mut children = Vec::new();
+    let outcome = loop {
+        if children.len() == count {
+            break "ok".to_owned();
+        }
+        match fork_sleeper() {
+            Ok(pid) => children.push(pid),
+            Err(error) => break name_of(&error),
+        }
+    };
+    end(&children);
+    outcome
+}
+
+/// Writes so many MiB to a file, as in `32 /tmp/file`; says how it ended and how many there are.
+fn fill(argument: &str) -> String {
     use std::io::Write;
+    let (mib, path) = argument.split_once(' ').unwrap();
     let block = vec![0x5a_u8; 1 << 20];
     let mut file = match fs::File::create(path) {
         Ok(file) => file,
         Err(error) => return name_of(&error),
     };
-    for count in 0..256 {
+    for count in 0..mib.parse::<u32>().unwrap() {
         if let Err(error) = file.write_all(&block).and_then(|()| file.sync_data()) {
             return format!("{} after {count} MiB", name_of(&error));
         }
@@ -147,6 +226,8 @@ fn name_of(error: &std::io::Error) -> String {
     let names = [
         (libc::EPERM, "EPERM"),
         (libc::ENOENT, "ENOENT"),
+        (libc::ESRCH, "ESRCH"),
+        (libc::EAGAIN, "EAGAIN"),
         (libc::EACCES, "EACCES"),
         (libc::EINVAL, "EINVAL"),
         (libc::EROFS, "EROFS"),

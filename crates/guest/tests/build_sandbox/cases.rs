@@ -8,6 +8,8 @@ use std::process::Command;
 
 use cloister_guest::shim::config::{Defence, DiskConfig};
 
+use crate::cgroup::{Cgroup, Limit};
+use crate::controls::{self, every_defence_has_a_control};
 use crate::sandbox::{Report, Sandbox, wait_until};
 
 pub(crate) type Case = (&'static str, fn());
@@ -41,16 +43,54 @@ pub(crate) const ALL: &[Case] = cases![
     nothing_is_left_after_shim_is_killed,
     nothing_is_left_after_failed_build,
     processes_join_their_cgroups,
-    control_locked_mounts,
+    facts_say_what_is_off,
+    every_defence_has_a_control,
     control_seccomp,
     control_landlock,
     control_capabilities,
     control_no_new_privileges,
+    control_locked_mounts,
+    control_memory_cgroup,
+    control_pids_cgroup,
     control_network_namespace,
     control_pid_namespace,
+    control_user_namespace,
+    control_mount_flags,
+    control_proc_masks,
+    control_spool_bound,
+    control_frame_bound,
     control_disk_limit,
     common_programs_work,
 ];
+
+macro_rules! controls {
+    ($($name:ident: $defence:ident),* $(,)?) => {
+        $(fn $name() {
+            match controls::missing(Defence::$defence) {
+                Some(reason) => println!("SKIP: {reason}"),
+                None => controls::prove(Defence::$defence),
+            }
+        })*
+    };
+}
+
+controls! {
+    control_seccomp: Seccomp,
+    control_landlock: Landlock,
+    control_capabilities: Capabilities,
+    control_no_new_privileges: NoNewPrivileges,
+    control_locked_mounts: LockedMounts,
+    control_memory_cgroup: MemoryCgroup,
+    control_pids_cgroup: PidsCgroup,
+    control_network_namespace: NetworkNamespace,
+    control_pid_namespace: PidNamespace,
+    control_user_namespace: UserNamespace,
+    control_mount_flags: MountFlags,
+    control_proc_masks: ProcMasks,
+    control_spool_bound: SpoolBound,
+    control_frame_bound: FrameBound,
+    control_disk_limit: DiskLimit,
+}
 
 fn namespaces_and_privileges_are_what_the_facts_say() {
     let sandbox = Sandbox::start();
@@ -268,7 +308,7 @@ fn host_processes_are_invisible() {
 
 fn pid_1_cannot_be_touched() {
     let sandbox = Sandbox::start();
-    assert_eq!(sandbox.attack("trace_pid_1", ""), "EPERM");
+    assert_eq!(sandbox.attack("trace", "1"), "EPERM");
     for file in ["mem", "maps", "environ", "root/etc/passwd", "fd/101"] {
         let outcome = sandbox.attack("read_file", &format!("/proc/1/{file}"));
         assert!(["EACCES", "EPERM", "ENOENT"].contains(&outcome.as_str()), "{file}: {outcome}");
@@ -332,7 +372,7 @@ fn host_abstract_sockets_are_unreachable() {
 fn disk_limit_of_tmpfs_is_enospc() {
     let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Tmpfs { bytes: 8 << 20 });
     for directory in ["/workspace", "/tmp", "/var/tmp", "/etc"] {
-        let outcome = sandbox.attack("fill", &format!("{directory}/big"));
+        let outcome = sandbox.attack("fill", &format!("32 {directory}/big"));
         assert!(outcome.starts_with("ENOSPC after "), "{directory}: {outcome}");
         sandbox.shell(&format!("rm {directory}/big"));
     }
@@ -355,7 +395,7 @@ fn disk_limit_of_image_is_enospc() {
     let Some(image) = image(directory.path(), 32) else { return };
     let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Loop { image });
     println!("timings (microseconds): {:?}", sandbox.timings);
-    let outcome = sandbox.attack("fill", "/workspace/big");
+    let outcome = sandbox.attack("fill", "64 /workspace/big");
     assert!(outcome.starts_with("ENOSPC after "), "{outcome}");
     assert_eq!(sandbox.shell("rm /workspace/big; echo again > /workspace/f; cat /workspace/f"), "again");
 }
@@ -554,135 +594,28 @@ fn nothing_is_left_after_failed_build() {
     shim.wait().unwrap();
 }
 
-/// A cgroup of the pids controller with children for agent and work.
-struct PidsCgroup(PathBuf);
-
-impl PidsCgroup {
-    fn new() -> Option<Self> {
-        let parent = Path::new("/sys/fs/cgroup/pids");
-        let path = parent.join(format!("cloister-test-{}", std::process::id()));
-        if !parent.exists() || fs::create_dir(&path).is_err() {
-            println!("SKIP: no writable pids hierarchy of cgroup v1 here");
-            return None;
-        }
-        fs::create_dir(path.join("agent")).unwrap();
-        fs::create_dir(path.join("work")).unwrap();
-        Some(Self(path))
-    }
-}
-
-impl Drop for PidsCgroup {
-    fn drop(&mut self) {
-        for path in [self.0.join("agent"), self.0.join("work"), self.0.clone()] {
-            wait_until("cgroup is empty", || fs::remove_dir(&path).map_err(|error| error.to_string()));
-        }
-    }
-}
-
 fn processes_join_their_cgroups() {
-    let Some(cgroup) = PidsCgroup::new() else { return };
-    fs::write(cgroup.0.join("work/pids.max"), "20").unwrap();
-    let start = |off: &[Defence]| {
-        Sandbox::start_with(|config| {
-            config.cgroup.agent_join = vec![cgroup.0.join("agent/tasks")];
-            config.cgroup.work_join = vec![cgroup.0.join("work/tasks")];
-            config.defences_off = off.to_vec();
-        })
+    let cgroup = match Cgroup::new(Limit::Processes(20), &[]) {
+        Ok(cgroup) => cgroup,
+        Err(reason) => return println!("SKIP: {reason}"),
     };
-    let sandbox = start(&[]);
-    let members = fs::read_to_string(cgroup.0.join("agent/tasks")).unwrap();
-    assert_eq!(members.trim(), sandbox.pid.to_string());
-    let bomb = "for i in $(seq 40); do sleep 3 & done; jobs -p | wc -l";
-    let (_, output) = sandbox.shell_as(0, bomb);
+    let sandbox = Sandbox::start_with(|config| config.cgroup = cgroup.config());
+    assert_eq!(cgroup.agents(), sandbox.pid.to_string());
+    let (_, output) = sandbox.shell_as(0, "for i in $(seq 40); do sleep 3 & done; jobs -p | wc -l");
     assert!(output.contains("Resource temporarily unavailable"), "{output}");
-    assert_eq!(fs::read_to_string(cgroup.0.join("agent/tasks")).unwrap().trim(), sandbox.pid.to_string());
-    drop(sandbox);
-    // The control: without the limit's cgroup the same bomb goes off.
-    let sandbox = start(&[Defence::PidsCgroup]);
-    assert_eq!(sandbox.shell(bomb), "40");
+    assert_eq!(cgroup.agents(), sandbox.pid.to_string());
 }
 
-/// Everything that stops changing mounts before the mounts' own locks do.
-const BEFORE_LOCKS: [Defence; 3] = [Defence::Seccomp, Defence::Landlock, Defence::Capabilities];
-
-fn control_locked_mounts() {
-    let locked = Sandbox::without(&BEFORE_LOCKS);
-    assert_eq!(locked.attack("umount_usr", ""), "EINVAL");
-    assert_eq!(locked.attack("umount_proc_mask", ""), "EINVAL");
-    assert_eq!(locked.attack("remount_usr_writable", ""), "EPERM");
-    assert_eq!(locked.attack("mount_proc", ""), "EPERM");
-    let mut off = BEFORE_LOCKS.to_vec();
-    off.push(Defence::LockedMounts);
-    let unlocked = Sandbox::without(&off);
-    assert_eq!(unlocked.attack("remount_usr_writable", ""), "ok");
-    assert_eq!(unlocked.attack("umount_proc_mask", ""), "ok");
-    assert_eq!(unlocked.attack("umount_usr", ""), "ok");
-}
-
-fn control_seccomp() {
-    let sandbox = Sandbox::without(&[Defence::Seccomp]);
-    assert_eq!(sandbox.facts()["seccomp_mode"], "0");
-    assert_eq!(sandbox.attack("system_call", &format!("{} 1", libc::SYS_userfaultfd)), "ok");
-    // A null pointer is only looked at by a call that is let through.
-    assert_eq!(sandbox.attack("system_call", &format!("{} 1 0", libc::SYS_io_uring_setup)), "EFAULT");
-    assert_eq!(sandbox.attack("system_call", &format!("{} 0 -3 1", libc::SYS_keyctl)), "ok");
-    let vsock = format!("{} {} 1 0", libc::SYS_socket, libc::AF_VSOCK);
-    let outcome = sandbox.attack("system_call", &vsock);
-    // A kernel without vsock answers what the filter would.
-    assert!(["ok", "EAFNOSUPPORT"].contains(&outcome.as_str()), "{outcome}");
-}
-
-fn control_landlock() {
-    // A process that one exec left, and another exec.
-    let left = "sleep 1000 >/dev/null 2>&1 </dev/null & echo $!";
-    let sandbox = Sandbox::without(&[Defence::Landlock]);
-    let pid = sandbox.shell(left);
-    assert_eq!(sandbox.attack("read_file", &format!("/proc/{pid}/environ")), "ok");
-    let contained = Sandbox::start();
-    let pid = contained.shell(left);
-    assert_eq!(contained.attack("read_file", &format!("/proc/{pid}/environ")), "EACCES");
-    // Without Landlock the mounts still refuse.
-    assert_eq!(sandbox.attack("write_file", "/usr/x"), "EROFS");
-}
-
-fn control_capabilities() {
-    let sandbox = Sandbox::without(&[Defence::Capabilities]);
-    let status = sandbox.shell("cat /proc/self/status");
-    assert!(!status.contains("CapEff:\t0000000000000000"), "{status}");
-    sandbox.shell("touch /workspace/f && chown 1000:1000 /workspace/f");
-    let contained = Sandbox::start();
-    let (code, _) = contained.shell_as(0, "touch /workspace/f && chown 1000:1000 /workspace/f");
-    assert_ne!(code, 0);
-}
-
-fn control_no_new_privileges() {
-    let sandbox = Sandbox::without(&[Defence::NoNewPrivileges]);
-    assert_eq!(sandbox.facts()["no_new_privs"], "0");
-    assert!(sandbox.shell("cat /proc/self/status").contains("NoNewPrivs:\t0"));
-    // The rest holds without it.
-    assert_eq!(sandbox.attack("mount_tmpfs", ""), "EPERM");
-}
-
-fn control_network_namespace() {
-    let name = format!("cloister-control-{}", std::process::id());
-    let _listener = abstract_listener(&name);
-    let sandbox = Sandbox::without(&[Defence::NetworkNamespace, Defence::Landlock]);
-    assert_eq!(sandbox.attack("connect_abstract", &name), "ok");
-}
-
-fn control_pid_namespace() {
-    let sandbox = Sandbox::without(&[Defence::PidNamespace]);
-    let outside = format!("/proc/{}/comm", std::process::id());
-    assert_eq!(sandbox.attack("read_file", &outside), "ok");
-    assert_ne!(sandbox.facts()["guest_agent_pid"], "1");
-}
-
-fn control_disk_limit() {
-    let sandbox = Sandbox::start_with(|config| {
-        config.disk = DiskConfig::Tmpfs { bytes: 8 << 20 };
-        config.defences_off = vec![Defence::DiskLimit];
-    });
-    assert_eq!(sandbox.attack("fill", "/workspace/big"), "ok");
+/// What a session shows is read from the kernel, so a defence that is not there is not shown either.
+fn facts_say_what_is_off() {
+    let facts = Sandbox::without(&[Defence::Seccomp]).facts();
+    assert_eq!((facts["seccomp_mode"].as_str(), facts["no_new_privs"].as_str()), ("0", "1"));
+    assert_eq!(Sandbox::without(&[Defence::NoNewPrivileges]).facts()["no_new_privs"], "0");
+    assert_eq!(Sandbox::without(&[Defence::Landlock]).facts()["landlock_abi"], "off");
+    assert_ne!(Sandbox::without(&[Defence::PidNamespace]).facts()["guest_agent_pid"], "1");
+    let capabilities = Sandbox::without(&[Defence::Capabilities]).facts();
+    assert_ne!(capabilities["capability_bounding_set"], "0000000000000000");
+    assert_eq!(Sandbox::without(&[Defence::UserNamespace]).facts()["uid_map"], "0 0 4294967295");
 }
 
 /// A program that must work inside, if the host has it: its name, and a script whose last line must be `works`.

@@ -11,8 +11,14 @@
 
 mod attack;
 mod cases;
+mod cgroup;
+mod controls;
 mod guest;
+#[allow(dead_code, unreachable_pub, reason = "made for the tests of the shim; its control uses a part")]
+#[path = "../shim/peer.rs"]
+mod peer;
 mod sandbox;
+mod shim_controls;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;

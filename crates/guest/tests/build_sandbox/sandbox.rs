@@ -168,7 +168,13 @@ impl Sandbox {
 
     pub(crate) fn attack_as(&self, uid: u32, name: &str, argument: &str) -> String {
         let request = Request::Attack { name: name.to_owned(), argument: argument.to_owned(), uid };
-        self.ask(&request).output.trim().to_owned()
+        let answer = self.ask(&request);
+        // An attack that says nothing was killed.
+        if answer.output.is_empty() {
+            format!("signal {}", answer.code - 128)
+        } else {
+            answer.output.trim().to_owned()
+        }
     }
 
     /// Exit code and output of a shell script run by `uid`.
