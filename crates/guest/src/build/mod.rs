@@ -205,7 +205,7 @@ fn open_join_files(config: &ShimConfig, paths: &[PathBuf]) -> Result<Vec<OwnedFd
 }
 
 /// Whether the hierarchy of `path` is one that a control experiment leaves off. With cgroup v2 there is one hierarchy
-/// for all, and the host agent leaves the limit away instead.
+/// for all, and whoever makes the groups for the experiment leaves the limit away instead.
 fn is_switched_off(config: &ShimConfig, path: &Path) -> bool {
     [(Defence::MemoryCgroup, "memory"), (Defence::PidsCgroup, "pids")].iter().any(|(defence, controller)| {
         config.defences_off.contains(defence)
