@@ -73,7 +73,8 @@ pub(crate) fn send_frame(off: &[Defence], bytes: u32) -> String {
         let ended = peer.client.wait_exec(&exec_id, Duration::from_secs(60)).await.unwrap();
         hostile.join().unwrap();
         let grown = peak_kib(shim) - before;
-        if grown >= u64::from(bytes >> 10) {
+        // The kernel counts resident pages in batches, so that a few of them may be missing.
+        if grown >= u64::from(bytes >> 10) / 2 {
             return SUCCEEDED.to_owned();
         }
         assert!(grown < 2 * 1024, "the shim grew by {grown} KiB");
