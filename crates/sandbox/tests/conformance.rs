@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cloister_sandbox::backend::{Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec};
+use cloister_sandbox::backend::{
+    Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec,
+};
 use cloister_sandbox::conformance::{CASES, Program, Subject, clean_up, real_argv, sim_argv};
 use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
 use cloister_sandbox::sim::{SimBackend, SimMachine};
@@ -133,6 +135,10 @@ impl Backend for Warm {
 
     async fn sessions(&self) -> Result<Vec<(SessionId, Option<Arc<dyn Sandbox>>)>, SandboxError> {
         self.inner.sessions().await
+    }
+
+    async fn kept_session(&self, session_id: &SessionId) -> Result<Option<KeptSession>, SandboxError> {
+        self.inner.kept_session(session_id).await
     }
 
     async fn ended_execs(&self, session_id: &SessionId) -> Result<Vec<ExecRecord>, SandboxError> {
