@@ -235,11 +235,13 @@ fn text_files(root: &Path) -> Result<Vec<PathBuf>> {
             let entry = entry?;
             let path = entry.path();
             let kind = entry.file_type()?;
+            // By name also where it is a file, as `.git` is in a second work tree.
+            let name = entry.file_name();
+            if SKIPPED_DIRECTORIES.contains(&name.to_string_lossy().as_ref()) {
+                continue;
+            }
             if kind.is_dir() {
-                let name = entry.file_name();
-                if !SKIPPED_DIRECTORIES.contains(&name.to_string_lossy().as_ref()) {
-                    pending.push(path);
-                }
+                pending.push(path);
             } else if kind.is_file() && is_text(&path) {
                 files.push(path);
             }

@@ -216,16 +216,8 @@ const CONTROLS: &[Control] = &[
     Control {
         defence: D::PidNamespace,
         attack: "signalling a process outside",
-        others: &[D::Landlock],
+        others: &[],
         stopped_as: &["ESRCH"],
-        run: |off| on_outsider(off, "signal"),
-        twin: || shell("sleep 60 & kill $! && echo ok"),
-    },
-    Control {
-        defence: D::Landlock,
-        attack: "signalling a process outside",
-        others: &[D::PidNamespace],
-        stopped_as: &["EPERM"],
         run: |off| on_outsider(off, "signal"),
         twin: || shell("sleep 60 & kill $! && echo ok"),
     },
