@@ -3,7 +3,7 @@
 //! Order: bind, so that a taken port fails before anything is touched; the database; the schema and the owner; the
 //! reconcilers; serving. Stopping goes the other way round, with the database last.
 
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -28,6 +28,8 @@ use crate::server::{self, BindError, Listeners};
 
 /// File of the owner's token in the data directory.
 const OWNER_TOKEN_FILE: &str = "owner-token";
+/// File with the lease holder of the coordinator that uses the data directory, and its lock.
+const INCARNATION_FILE: &str = "lease-holder";
 
 const POSTGRES: TaskKind = TaskKind::new("postgres", OnCancel::Wait, OnError::Exit);
 const FEED: TaskKind = TaskKind::new("change feed", OnCancel::Wait, OnError::Exit);
@@ -45,6 +47,14 @@ pub enum CoordinatorError {
     #[error("cannot read or make the owner's token at `{}`", path.display())]
     OwnerToken {
         /// Its file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The file that says who used the data directory cannot be read or written.
+    #[error("cannot read or write `{}`", path.display())]
+    Incarnation {
+        /// The file.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,
@@ -153,6 +163,8 @@ async fn serve(
     tasks.spawn(FEED, async move { runner.run(feed_token).await });
     let links = HostLinks::default();
     let holder = store.holder().clone();
+    // Held until this process ends, however it ends.
+    let _incarnation = take_over(config, store, &holder).await?;
     let executor = OpExecutor::new(store.clone(), links.clone(), holder.clone(), tasks.clone());
     let authenticator = Arc::new(Authenticator::new(
         store.clone(),
@@ -211,6 +223,42 @@ async fn serve(
         Some(failure) => Err(failure.into()),
         None => Ok(ended?),
     }
+}
+
+/// Takes the place of the coordinator that used this data directory before. A lock proves that it is dead, so that what
+/// it had in hand need not wait for its leases to run out. Where another one lives on the same directory the two share
+/// the store like any others, and nothing is returned.
+async fn take_over(
+    config: &Config,
+    store: &Store,
+    holder: &LeaseHolder,
+) -> Result<Option<std::fs::File>, CoordinatorError> {
+    let path = config.data_dir.join(INCARNATION_FILE);
+    let failed = |source| CoordinatorError::Incarnation { path: path.clone(), source };
+    std::fs::create_dir_all(&config.data_dir).map_err(failed)?;
+    let mut options = std::fs::OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let mut file = options.open(&path).map_err(failed)?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+        Err(errno) => return Err(failed(errno.into())),
+    }
+    let mut predecessor = String::new();
+    file.read_to_string(&mut predecessor).map_err(failed)?;
+    // Before the name is replaced: a crash between the two only does it again.
+    if !predecessor.is_empty() {
+        let ended = store.end_leases(&LeaseHolder(predecessor)).await?;
+        if ended > 0 {
+            tracing::info!(
+                operations = ended,
+                "the operations of the coordinator before this one are taken over"
+            );
+        }
+    }
+    // All names have the same length. One that a power cut tears is nobody's, and its leases run out.
+    file.rewind().and_then(|()| file.write_all(holder.0.as_bytes())).map_err(failed)?;
+    Ok(Some(file))
 }
 
 /// Returns the owner's bearer: the configured one, or the one in the data directory, made at the first start.

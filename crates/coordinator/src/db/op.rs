@@ -134,6 +134,27 @@ impl Store {
         .await
     }
 
+    /// Ends the leases of a holder that is known to be dead, so that its operations are due at once; returns how many.
+    /// A wrong belief does no harm: whoever claims gets a new epoch, by which the holder is refused.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Unavailable`].
+    pub async fn end_leases(&self, holder: &LeaseHolder) -> Result<u64, StoreError> {
+        self.observe("end_leases", async {
+            // Reads the unfinished ones of `session_ops_due`.
+            let ended = sqlx::query!(
+                "UPDATE session_ops SET lease_expires_at = cloister_now(), generation = generation + 1
+                 WHERE lease_holder = $1 AND state = 'running' AND lease_expires_at > cloister_now()",
+                holder.0,
+            )
+            .execute(&self.pool)
+            .await?;
+            Ok(ended.rows_affected())
+        })
+        .await
+    }
+
     /// Extends the lease of a claimed operation.
     ///
     /// # Errors

@@ -154,6 +154,9 @@ impl Store {
             )
             .fetch_all(&mut *tx)
             .await?;
+            if rows.is_empty() {
+                return Ok(Vec::new());
+            }
             let mut expired = Vec::with_capacity(rows.len());
             for row in rows {
                 let session = SessionRecord::try_from(row)?;
@@ -197,6 +200,9 @@ impl Store {
             )
             .fetch_all(&mut *tx)
             .await?;
+            if rows.is_empty() {
+                return Ok(Vec::new());
+            }
             let mut passed = Vec::with_capacity(rows.len());
             for row in rows {
                 let before = SessionRecord::try_from(row)?;
@@ -245,6 +251,9 @@ impl Store {
             )
             .fetch_all(&mut *tx)
             .await?;
+            if hosts.is_empty() {
+                return Ok(Vec::new());
+            }
             let mut lost = Vec::with_capacity(hosts.len());
             for host in hosts {
                 // Reads `sessions_by_host`.

@@ -38,6 +38,9 @@ pub struct TransitionParams {
     pub op_id: Option<OpId>,
     /// The sandbox it is about: another current one is a `Conflict` (a late report about an earlier sandbox).
     pub sandbox_id: Option<SandboxId>,
+    /// The highest epoch that the host had seen when it happened. One that is lower than the epoch of the session's last
+    /// start is a `Conflict`: it was about an attempt at this sandbox that was made again since.
+    pub seen_epoch: Option<u64>,
     /// Why.
     pub reason: Option<Reason>,
     /// The same for people, with what to do; empty when there is nothing to say.
@@ -55,6 +58,7 @@ impl TransitionParams {
             epoch: None,
             op_id: None,
             sandbox_id: None,
+            seen_epoch: None,
             reason: None,
             message: String::new(),
             started: None,
@@ -190,6 +194,18 @@ pub(super) async fn apply_placed(
         || params.sandbox_id.as_ref().is_some_and(|id| session.sandbox_id.as_ref() != Some(id))
     {
         return Err(conflict().into());
+    }
+    if let Some(seen_epoch) = params.seen_epoch {
+        // Reads `session_ops_by_session`.
+        let started = sqlx::query_scalar!(
+            "SELECT max(epoch) FROM session_ops WHERE session_id = $1 AND kind = 'start'",
+            session.id.as_str(),
+        )
+        .fetch_one(&mut *connection)
+        .await?;
+        if started.is_some_and(|started| seen_epoch < started.unsigned_abs()) {
+            return Err(conflict().into());
+        }
     }
     let next = transition(session.state, params.event)?;
     if let Some(op_id) = &params.op_id {

@@ -390,6 +390,7 @@ async fn sandbox_event(
     };
     let params = TransitionParams {
         sandbox_id: Some(sandbox_id),
+        seen_epoch: Some(event.epoch),
         reason: Some(reason),
         message: event.message.chars().take(1024).collect(),
         ..TransitionParams::new(session_id, SessionEvent::SandboxGone)

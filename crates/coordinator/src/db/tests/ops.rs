@@ -61,6 +61,47 @@ async fn a_retried_operation_waits_keeps_its_error_and_is_hastened_when_its_host
 }
 
 #[tokio::test]
+async fn what_a_dead_coordinator_had_in_hand_is_due_at_once() {
+    let test = store!();
+    test.host("a", ByteCount::gib(1)).await;
+    let mine = test.create_one("mine", &session_params(ByteCount::mib(100))).await.op.unwrap();
+    assert_eq!(test.store.end_leases(&LeaseHolder("another".to_owned())).await.unwrap(), 0);
+    assert!(test.store.claim_due_ops(&holder(), 10).await.unwrap().is_empty());
+    assert_eq!(test.store.end_leases(&holder()).await.unwrap(), 1);
+    let next = LeaseHolder("next".to_owned());
+    let claimed = test.store.claim_due_ops(&next, 10).await.unwrap();
+    assert_eq!(claimed.iter().map(|op| &op.id).collect::<Vec<_>>(), [&mine.id]);
+    // Were it alive after all, it would be told.
+    let late = test.store.renew_op_lease(&holder(), &mine).await;
+    assert!(matches!(late, Err(StoreError::Conflict { .. })));
+    assert_eq!(test.started(&claimed[0]).await.state, SessionState::Active);
+}
+
+#[tokio::test]
+async fn an_end_that_was_seen_before_the_sandbox_was_made_again_changes_nothing() {
+    let test = store!();
+    test.host("a", ByteCount::gib(1)).await;
+    let first = test.create_one("one", &session_params(ByteCount::mib(100))).await.op.unwrap();
+    let gone = |seen_epoch| TransitionParams {
+        sandbox_id: first.session.sandbox_id.clone(),
+        seen_epoch: Some(seen_epoch),
+        ..TransitionParams::new(first.session.id.clone(), SessionEvent::SandboxGone)
+    };
+    // The host lost what it had made, and told so; the operation is done again meanwhile.
+    test.store.end_leases(&holder()).await.unwrap();
+    let second = test.store.claim_due_ops(&holder(), 1).await.unwrap().pop().unwrap();
+    assert_eq!(second.session.sandbox_id, first.session.sandbox_id);
+    let early = test.store.commit_transition(&gone(first.epoch)).await;
+    assert!(matches!(early, Err(StoreError::Conflict { .. })), "{early:?}");
+    test.started(&second).await;
+    let late = test.store.commit_transition(&gone(first.epoch)).await;
+    assert!(matches!(late, Err(StoreError::Conflict { .. })), "{late:?}");
+    // This one is about the sandbox that runs.
+    let ended = test.store.commit_transition(&gone(second.epoch)).await.unwrap();
+    assert_eq!(ended.state, SessionState::Paused);
+}
+
+#[tokio::test]
 async fn a_deletion_takes_the_running_operations_place() {
     let test = store!();
     test.host("a", ByteCount::gib(1)).await;
