@@ -19,8 +19,6 @@ use crate::supervisor::log;
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest pause.
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
-/// A child that lived this long starts over with the first pause.
-const STABLE: Duration = Duration::from_secs(10);
 
 /// How a child is started.
 #[derive(Debug, Clone)]
@@ -107,7 +105,9 @@ impl ChildSpec {
                 }
                 Err(error) => tracing::error!(role = self.name, %error, "not started"),
             }
-            if started.elapsed() >= STABLE {
+            // `backoff` is twice the pause before this start. One that dies as it starts comes back slower and slower,
+            // one that had come to work comes back at once.
+            if started.elapsed() >= backoff {
                 backoff = BACKOFF_MIN;
             }
             tokio::select! {

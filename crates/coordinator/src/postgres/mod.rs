@@ -56,8 +56,6 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const RESTART_DELAY: Duration = Duration::from_millis(100);
 /// Longest pause before a restart.
 const RESTART_DELAY_MAX: Duration = Duration::from_secs(10);
-/// A server that ran this long was well: the next restart is quick again.
-const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 /// Period of looks at files that others write.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
@@ -179,7 +177,8 @@ impl PrivatePostgres {
                     tracing::warn!(pid = self.server.pid(), status, "private PostgreSQL ended; starting it again");
                 }
             }
-            if self.started.elapsed() > HEALTHY_AFTER {
+            // `delay` is twice the pause before this start: one that ran longer was well.
+            if self.started.elapsed() > delay {
                 delay = RESTART_DELAY;
             }
             loop {
