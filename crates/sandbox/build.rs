@@ -25,6 +25,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         "Cargo.lock",
         "crates/guest/src",
         "crates/guest/Cargo.toml",
+        "crates/fault/src",
+        "crates/fault/Cargo.toml",
         "crates/types/src",
         "crates/types/Cargo.toml",
         "crates/api/src",

@@ -20,6 +20,7 @@ pub mod client;
 mod connection;
 pub mod convert;
 mod etc;
+pub mod fault;
 pub mod frames;
 pub mod harden;
 pub mod shim;

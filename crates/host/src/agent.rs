@@ -32,6 +32,7 @@ use crate::config::HostConfig;
 use crate::data_dir::DataDir;
 use crate::epochs::Epochs;
 use crate::events::Events;
+use crate::fault::POINTS;
 use crate::machine::{self, Capacity};
 use crate::report::Report;
 use crate::turns::Turns;
@@ -107,6 +108,7 @@ impl Agent {
             creating: Semaphore::new(parallel * 2),
         });
         agent.adopt().await?;
+        POINTS.reach("host_after_adoption");
         agent.backends.probe().await;
         if !agent.backends.all_work() {
             let this = Arc::clone(&agent);
@@ -220,6 +222,7 @@ impl Agent {
     }
 
     fn report_gone(&self, gone: &Gone) {
+        POINTS.reach("host_before_event");
         let epoch = self.epochs.highest(&gone.session_id);
         tracing::info!(
             session_id = %gone.session_id, sandbox_id = %gone.sandbox_id, reason = %gone.reason,

@@ -25,6 +25,7 @@ use cloister_types::exec::ExecRecord;
 use cloister_types::{ExecId, ExecSpec, Limits, SandboxId, SessionId};
 
 use crate::agent::{Agent, Live};
+use crate::fault::POINTS;
 use crate::refusal::Refusal;
 use crate::turns::Turn;
 
@@ -115,10 +116,15 @@ impl Agent {
             Kind::WaitExec(wait) => {
                 let exec_id: ExecId = wait.exec_id.parse()?;
                 let longest = Duration::from_millis(wait.wait_ms).min(WAIT_MAX);
+                let begin = tokio::time::Instant::now();
                 let exec = match self.running(session_id) {
                     Ok(sandbox) => match sandbox.wait_exec(&exec_id, longest).await {
                         Ok(exec) => exec,
-                        Err(SandboxError::NotRunning(_) | SandboxError::NotFound(_)) => {
+                        Err(SandboxError::NotFound(_)) => self.exec(session_id, &exec_id).await?,
+                        Err(SandboxError::NotRunning(_)) => {
+                            // It gets its end when what is left of the sandbox is taken down. Without that there is
+                            // none to tell, and the caller asks again.
+                            let _ = tokio::time::timeout_at(begin + longest, sandbox.wait_gone()).await;
                             self.exec(session_id, &exec_id).await?
                         }
                         Err(error) => return Err(error.into()),
@@ -185,6 +191,7 @@ impl Agent {
         let waited = waiting.elapsed();
         let started = tokio::time::Instant::now();
         let created = backend.create(&spec).await?;
+        POINTS.reach("host_after_create");
         drop(permit);
         let timing = |step: &str, elapsed: Duration| StepTiming {
             step: step.to_owned(),
@@ -228,6 +235,7 @@ impl Agent {
             live.ending.store(false, Ordering::SeqCst);
             return Err(error.into());
         }
+        POINTS.reach("host_after_stop");
         self.forget(&live.sandbox);
         tracing::info!(session_id = %spec.session_id, sandbox_id = %spec.sandbox_id, "sandbox stopped");
         Ok(())
@@ -242,6 +250,7 @@ impl Agent {
         for backend in self.backends.all() {
             backend.remove(session_id).await?;
         }
+        POINTS.reach("host_after_remove");
         if let Some(live) = live {
             self.forget(&live.sandbox);
         }
@@ -259,7 +268,9 @@ impl Agent {
     ) -> Result<ExecRecord, Refusal> {
         let (exec_id, spec) = checked(start)?;
         let live = found.ok_or_else(|| not_running(session_id))?;
-        Ok(live.sandbox.start_exec(&exec_id, &start.request_id, &spec).await?)
+        let exec = live.sandbox.start_exec(&exec_id, &start.request_id, &spec).await?;
+        POINTS.reach("host_after_exec_started");
+        Ok(exec)
     }
 
     /// Does the same, and reads the output from its beginning.

@@ -14,6 +14,8 @@ use cloister_types::HostId;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
+use crate::fault::POINTS;
+
 /// Why a data directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DataDirError {
@@ -142,6 +144,7 @@ pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     file.write_all(bytes)?;
     file.sync_all()?;
+    POINTS.reach("host_before_file_rename");
     std::fs::rename(&temporary, path)?;
     File::open(directory)?.sync_all()
 }

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cloister_types::SessionId;
 
 use crate::data_dir::write_atomically;
+use crate::fault::POINTS;
 
 /// Removed sessions whose epoch is kept.
 const REMOVED_KEPT: usize = 10_000;
@@ -143,6 +144,7 @@ impl Epochs {
             tokio::task::spawn_blocking(write).await.unwrap_or_else(|error| Err(io::Error::other(error)))
         };
         outcome.map_err(|source| EpochError::Write { path: self.path.as_ref().clone(), source })?;
+        POINTS.reach("host_after_epoch");
 
         let mut seen = self.seen();
         let highest = seen.highest.entry(session_id.clone()).or_default();

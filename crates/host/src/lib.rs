@@ -27,6 +27,7 @@ pub mod config;
 mod data_dir;
 mod epochs;
 mod events;
+pub mod fault;
 mod link;
 mod machine;
 mod refusal;

@@ -35,6 +35,7 @@ use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use crate::agent::Agent;
+use crate::fault::POINTS;
 use crate::refusal::Refusal;
 use crate::stream::StreamTask;
 
@@ -191,6 +192,7 @@ impl Link {
             () = stopping.cancelled() => return Ok(()),
         };
         *registered = true;
+        POINTS.reach("host_after_registration");
         let interval = heartbeat_interval(&answer);
         let interval_ms = u64::try_from(interval.as_millis()).unwrap_or(u64::MAX);
         tracing::info!(endpoint = %self.endpoint, interval_ms, "registered with the coordinator");
@@ -318,6 +320,7 @@ impl Link {
                 ),
                 ..Default::default()
             });
+            POINTS.reach("host_before_answer");
             // Without a link nobody waits for it.
             let _ = answers.send(request(result)).await;
             drop(answers);

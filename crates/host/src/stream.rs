@@ -30,6 +30,7 @@ use connectrpc::client::{BidiRecvHalf, BidiSendHalf, CallOptions, ClientTranspor
 use tokio::sync::{mpsc, watch};
 
 use crate::agent::Agent;
+use crate::fault::POINTS;
 use crate::refusal::Refusal;
 use crate::turns::Turn;
 
@@ -116,6 +117,7 @@ impl StreamTask {
     async fn serve(self, sending: &mut Sending, receiving: &mut Receiving) -> Result<(), Cut> {
         let opened = StreamOpened { stream_id: self.open.stream_id.clone(), ..Default::default() };
         send(sending, opened).await?;
+        POINTS.reach("host_after_stream_opened");
         let session_id: SessionId = self.open.session_id.parse().map_err(Refusal::from)?;
         let turn = self.turn?.taken().await;
         let found = self.agent.find(&session_id);

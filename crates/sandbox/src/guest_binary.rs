@@ -8,6 +8,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use crate::layout::unfinished_name;
+
 /// The executable.
 static BYTES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/cloister-guest"));
 
@@ -36,8 +38,7 @@ pub fn install(data_dir: &Path) -> io::Result<PathBuf> {
     if is_whole(&path)? {
         return Ok(path);
     }
-    let temporary =
-        directory.join(format!(".cloister-guest-{}-{:016x}", std::process::id(), rand::random::<u64>()));
+    let temporary = directory.join(unfinished_name("cloister-guest"));
     let written = fs::OpenOptions::new()
         .write(true)
         .create_new(true)

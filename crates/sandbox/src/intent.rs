@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::SandboxSpec;
 use crate::cgroup::GroupSet;
 use crate::id_range::IdRange;
+use crate::layout::unfinished_name;
 
 /// Name of the intent in a sandbox's directory.
 pub const INTENT_FILE: &str = "intent.json";
@@ -132,7 +133,8 @@ pub fn write_record<T: Serialize>(path: &Path, record: &T, durable: bool) -> Res
     let error = |source| RecordError::Write { path: path.to_path_buf(), source };
     let bytes = serde_json::to_vec_pretty(record)
         .map_err(|source| RecordError::Parse { path: path.to_path_buf(), source })?;
-    let temporary = path.with_extension(format!("tmp-{:016x}", rand::random::<u64>()));
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let temporary = path.with_file_name(unfinished_name(&name));
     let written = fs::OpenOptions::new()
         .write(true)
         .create_new(true)

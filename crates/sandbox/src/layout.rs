@@ -8,14 +8,17 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::LazyLock;
 
 use cloister_types::{ExecId, SandboxId, SessionId};
 
 use crate::backend::HostPaths;
+use crate::fault::POINTS;
 
 /// In a session's directory: how its latest sandbox ended.
 pub(crate) const ENDED_FILE: &str = "ended.json";
 const TOMBSTONE: &str = ".removing-";
+const UNFINISHED: &str = ".unfinished-";
 /// Characters of an id that name its socket: the random end of the id, 80 bits, keeps paths below 108 bytes.
 const SOCKET_NAME_LEN: usize = 16;
 
@@ -147,6 +150,7 @@ pub fn remove_dir(path: &Path) -> io::Result<()> {
         }
         Err(error) => return Err(error),
     }
+    POINTS.reach("sandbox_after_tombstone");
     remove_tree(&tombstone)
 }
 
@@ -165,6 +169,39 @@ pub fn sweep_tombstones(directory: &Path) -> io::Result<()> {
         let entry = entry?;
         if entry.file_name().to_str().is_some_and(|name| name.starts_with(TOMBSTONE)) {
             remove_tree(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the name under which this process writes a file that gets `name` once it is whole.
+pub fn unfinished_name(name: &str) -> String {
+    format!("{}{:016x}-{name}", unfinished_prefix(), rand::random::<u64>())
+}
+
+/// Returns how the names begin that this process gives. Not by its number: in a container each one has the same.
+fn unfinished_prefix() -> String {
+    static PROCESS: LazyLock<u64> = LazyLock::new(rand::random);
+    format!("{UNFINISHED}{:016x}-", *PROCESS)
+}
+
+/// Removes the files in `directory` that other processes left unfinished.
+///
+/// # Errors
+///
+/// When the directory cannot be read or something is left.
+pub fn sweep_unfinished(directory: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let own = unfinished_prefix();
+    for entry in entries {
+        let entry = entry?;
+        let is_left = |name: &str| name.starts_with(UNFINISHED) && !name.starts_with(&own);
+        if entry.file_name().to_str().is_some_and(is_left) {
+            remove_file(&entry.path())?;
         }
     }
     Ok(())
@@ -199,6 +236,19 @@ mod tests {
         let (first, second) = (SandboxId::generate(), SandboxId::generate());
         assert_ne!(paths.shim_socket(&first), paths.shim_socket(&second));
         assert!(paths.shim_socket(&first).as_os_str().len() < 50);
+    }
+
+    #[test]
+    fn what_another_process_left_unfinished_goes_and_ones_own_stays() {
+        let root = tempfile::tempdir().unwrap();
+        let own = root.path().join(unfinished_name("image"));
+        let foreign = root.path().join(".unfinished-0-0000000000000000-image");
+        for path in [&own, &foreign, &root.path().join("image")] {
+            fs::write(path, "x").unwrap();
+        }
+        sweep_unfinished(root.path()).unwrap();
+        assert!(own.exists() && !foreign.exists() && root.path().join("image").exists());
+        sweep_unfinished(&root.path().join("absent")).unwrap();
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub mod cgroup;
 #[cfg(any(test, debug_assertions))]
 pub mod conformance;
 pub mod disk;
+pub mod fault;
 pub mod guest_binary;
 pub mod id_range;
 pub mod intent;

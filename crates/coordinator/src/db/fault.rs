@@ -1,8 +1,6 @@
 //! Points at which a test can kill this process: before and after every commit of the store.
 //!
-//! In a release build there are none. In others a point looks for the file that `CLOISTER_FAULT_FILE` names: when its
-//! text is the point's name the file is removed and the process gets SIGKILL, once, so that the restarted process goes
-//! on. A test writes the file, waits until it is gone, and then asserts that everything converged.
+//! How a point is armed is the matter of [`cloister_fault`]; a release build has none.
 
 use sqlx::{Postgres, Transaction};
 
@@ -51,22 +49,9 @@ pub(super) fn after_commit(operation: &'static str) {
     reach("after_commit", operation);
 }
 
-#[cfg(any(test, debug_assertions))]
 fn reach(side: &str, operation: &'static str) {
-    use std::ffi::OsString;
-    use std::sync::OnceLock;
-
-    static FILE: OnceLock<Option<OsString>> = OnceLock::new();
-    assert!(COMMITS.contains(&operation), "`{operation}` is not listed");
-    let Some(file) = FILE.get_or_init(|| std::env::var_os("CLOISTER_FAULT_FILE")) else { return };
-    let wanted = std::fs::read_to_string(file).unwrap_or_default();
-    if wanted.trim().strip_prefix(side).and_then(|rest| rest.strip_prefix('_')) == Some(operation) {
-        // Whoever removes the file is the one that dies: two points reached at once kill once.
-        if std::fs::remove_file(file).is_ok() {
-            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-        }
+    if cfg!(debug_assertions) {
+        assert!(COMMITS.contains(&operation), "`{operation}` is not listed");
+        cloister_fault::reach(&format!("{side}_{operation}"));
     }
 }
-
-#[cfg(not(any(test, debug_assertions)))]
-fn reach(_side: &str, _operation: &'static str) {}

@@ -52,6 +52,7 @@ use rustix::thread::{Gid, Uid, UnshareFlags, unshare_unsafe};
 pub use self::error::BuildError;
 use self::error::StepContext;
 use crate::etc;
+use crate::fault::POINTS;
 use crate::harden::{self, AgentConfig, CONFIG_FD};
 use crate::shim::config::{Defence, ShimConfig};
 
@@ -98,6 +99,7 @@ pub fn build_and_start(config: &ShimConfig) -> Result<StartedSandbox, BuildError
         let _ = unlinkat(CWD, &guest_socket, rustix::fs::AtFlags::empty());
     }
     let (child, layer_fd) = result?;
+    POINTS.reach("shim_after_pid_1");
     Ok(StartedSandbox {
         pid: child.pid,
         pidfd: child.pidfd,
@@ -135,13 +137,16 @@ fn build(
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .step("make mounts private")?;
     timer.done("mount_namespace");
+    POINTS.reach("shim_after_mount_namespace");
 
     let layer_fd = layer::mount(config, &mount_points.layer)?;
     timer.done("layer");
+    POINTS.reach("shim_after_layer");
     layer::ensure_content(layer_fd.as_fd(), config)?;
     timer.done("layer_content");
     let root = root::build(config, &mount_points.root, layer_fd.as_fd())?;
     timer.done("root");
+    POINTS.reach("shim_after_root");
 
     let (agent_config, mut inherited) = agent_config(config, &work_join)?;
     inherited.push((listener.as_fd(), LISTENER_FD));

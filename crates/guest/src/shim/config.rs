@@ -46,6 +46,9 @@ pub struct ShimConfig {
     /// Defences left off, for the control of an attack. A build without debug assertions refuses any.
     #[serde(default)]
     pub defences_off: Vec<Defence>,
+    /// What fault points look for. A build without debug assertions refuses any.
+    #[serde(default)]
+    pub fault_file: Option<PathBuf>,
 }
 
 /// The cgroups of one sandbox, made by the host agent: siblings for the guest agent and for its work.

@@ -21,6 +21,7 @@ use super::counters::Counts;
 use super::lifecycle::{Shim, unix_ms};
 use crate::connection::Connection;
 use crate::convert;
+use crate::fault::POINTS;
 use crate::frames::{Body, FrameError};
 use crate::spool::{self, AppendError, RecordError, Writer};
 
@@ -167,7 +168,9 @@ impl Exec {
     /// Writes the exit record and tells everybody.
     pub(super) fn set_ended(&self, exit: Exit) {
         // A disk that takes no record takes it from the readers of this life only at the next one, which seals it.
+        POINTS.reach("shim_before_exit_record");
         let _ = spool::write_exit(&self.dir, self.pid.get(), &exit);
+        POINTS.reach("shim_after_exit_record");
         self.spool.borrow_mut().take();
         *self.state.borrow_mut() = ExecState::Ended(exit);
         self.changed.notify_waiters();
@@ -214,6 +217,7 @@ impl Exec {
             Err(AppendError::Lost(_)) => true,
         };
         self.next_offset.set(writer.next_offset());
+        POINTS.reach("shim_after_output");
         drop(spool);
         self.changed.notify_waiters();
         if lost { Err(String::new()) } else { Ok(()) }

@@ -18,6 +18,7 @@ use super::config::Defence;
 use super::exec::{Exec, follow, not_taken};
 use super::lifecycle::{Shim, unix_ms};
 use crate::convert;
+use crate::fault::POINTS;
 use crate::frames::{Body, FRAME_MAX_BYTES};
 use crate::spool::{self, Writer};
 
@@ -183,10 +184,12 @@ fn create(shim: &Shim, record: &ExecRecord) -> Result<Exec, Refusal> {
     let dir = shim.identity.borrow().exec_dir.join(record.exec_id.as_str());
     let result = DirBuilder::new().recursive(true).mode(0o700).create(&dir);
     result.map_err(|error| Refusal::internal(&error))?;
+    POINTS.reach("shim_after_exec_dir");
     spool::write_spec(&dir, record).map_err(|error| {
         let _ = std::fs::remove_dir_all(&dir);
         Refusal::internal(&error)
     })?;
+    POINTS.reach("shim_after_exec_spec");
     let bounded = !shim.config.defences_off.contains(&Defence::SpoolBound);
     let max_bytes = if bounded { shim.config.spool_max_bytes } else { u64::MAX };
     let spool = Writer::new(dir.clone(), max_bytes);
@@ -217,6 +220,7 @@ async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, start: guest::StartExec) {
     };
     match answer {
         Body::Exec(started) => {
+            POINTS.reach("shim_after_exec_started");
             exec.set_running(started.pid);
             let following = follow(Rc::clone(shim), Rc::clone(exec), connection, before);
             shim.following.spawn(following);

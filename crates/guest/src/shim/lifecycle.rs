@@ -24,6 +24,7 @@ use super::identity::Identity;
 use super::{StartError, report, serve};
 use crate::build::StartedSandbox;
 use crate::connection::{Connection, OpenError};
+use crate::fault::POINTS;
 use crate::frames::Body;
 
 /// How long pid 1 may take from its start to its first answer.
@@ -87,6 +88,7 @@ impl Shim {
     /// Ends the sandbox and returns how it ended. Asking twice ends it once, by the shorter grace.
     pub(super) async fn stop(&self, grace: Duration) -> SandboxExitRecord {
         self.stopping.set(true);
+        POINTS.reach("shim_after_stop_begun");
         let asked = timeout(STOP_SLACK, async {
             let request = guest::StopSandbox {
                 grace_ms: crate::convert::millis_to_wire(grace),
@@ -199,7 +201,9 @@ async fn prepare(
         Ok(Err(error)) => return Err(StartError::new("wait for the guest agent", &error)),
         Err(_) => return Err(failed("it did not answer in time")),
     };
+    POINTS.reach("shim_before_bind");
     let listener = bind(&config).map_err(|error| StartError::new("bind the socket", &error))?;
+    POINTS.reach("shim_after_bind");
     let micros = |elapsed: Duration| u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
     let mut timings: Vec<(String, u64)> =
         started.timings.into_iter().map(|(step, elapsed)| (step, micros(elapsed))).collect();
@@ -220,6 +224,7 @@ async fn prepare(
         config,
     });
     report(&ShimReport::Ready { facts: shim.facts.borrow().clone(), timings: shim.timings.clone() });
+    POINTS.reach("shim_after_report");
     Ok((shim, listener))
 }
 
@@ -252,6 +257,7 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
         Ok(Some((_, status))) => status.as_raw(),
         Ok(None) | Err(_) => libc::SIGKILL,
     };
+    POINTS.reach("shim_after_pid_1_ended");
     shim.pid1_ended.send_replace(true);
     // Every guest connection is at its end now, so that this takes as long as the last bytes take to be written.
     let _ = timeout(FLUSH, shim.following.at_most(0)).await;
@@ -263,9 +269,11 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
         .map_err(std::io::Error::from)
         .and_then(|bytes| std::fs::write(&unfinished, bytes))
         .and_then(|()| std::fs::rename(&unfinished, path));
+    POINTS.reach("shim_after_exit_file");
     shim.gone.send_replace(Some(record));
     let _ = timeout(FLUSH, shim.serving.at_most(0)).await;
     let _ = std::fs::remove_file(&shim.config.socket);
+    POINTS.reach("shim_after_socket_removed");
     accepting.abort();
     ExitCode::SUCCESS
 }

@@ -35,6 +35,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 
 use self::config::{ShimConfig, ShimReport};
 use crate::build::{self, StartedSandbox};
+use crate::fault::POINTS;
 
 /// How the sandbox is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,13 +89,15 @@ fn start(path: &Path, isolation: Isolation) -> Result<(ShimConfig, StartedSandbo
     let bytes = std::fs::read(path).map_err(|error| StartError::new("read the configuration", &error))?;
     let config: ShimConfig =
         serde_json::from_slice(&bytes).map_err(|error| StartError::new("read the configuration", &error))?;
-    if !cfg!(debug_assertions) && !config.defences_off.is_empty() {
+    if !cfg!(debug_assertions) && !(config.defences_off.is_empty() && config.fault_file.is_none()) {
         return Err(StartError {
             step: "read the configuration".to_owned(),
-            message: "this build leaves no defence off".to_owned(),
+            message: "this build leaves no defence off and has no fault points".to_owned(),
         });
     }
+    cloister_fault::set_file(config.fault_file.clone());
     let lock = take_lock(&config.sandbox_dir.join("lock"))?;
+    POINTS.reach("shim_after_lock");
     let started = match isolation {
         Isolation::Sandbox => build::build_and_start(&config)
             .map_err(|error| StartError { message: chain(&error), step: error.step })?,

@@ -92,6 +92,7 @@ pub(crate) fn config(directory: &Path) -> ShimConfig {
         execs_max: 16,
         warm: false,
         defences_off: vec![],
+        fault_file: None,
     }
 }
 

@@ -51,6 +51,7 @@ pub fn config(dir: &std::path::Path) -> ShimConfig {
         execs_max: 64,
         warm: false,
         defences_off: Vec::new(),
+        fault_file: None,
     }
 }
 

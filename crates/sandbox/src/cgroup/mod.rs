@@ -27,6 +27,8 @@ use cloister_types::{Capability, Limits};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 
+use crate::fault::POINTS;
+
 /// Memory of the guest agent's own group: it holds 2 MiB at rest and bounded buffers for each exec.
 const AGENT_MEMORY_BYTES: u64 = 64 * 1024 * 1024;
 /// Processes of the guest agent's own group: itself, and the moment between fork and joining the work's group.
@@ -325,6 +327,7 @@ fn make_groups(base: &Path) -> Result<(), CgroupError> {
             .map_or(Ok(()), ensure_group)
             .and_then(|()| ensure_group(base))
             .and_then(|()| ensure_group(&base.join("agent")))
+            .inspect(|()| POINTS.reach("sandbox_between_cgroups"))
             .and_then(|()| ensure_group(&base.join("work")));
         match made {
             Ok(()) => return Ok(()),

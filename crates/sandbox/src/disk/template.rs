@@ -16,6 +16,8 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use super::{DiskError, run};
+use crate::fault::POINTS;
+use crate::layout::unfinished_name;
 
 /// Templates that are kept; sessions rarely have more different sizes.
 const KEPT: usize = 16;
@@ -41,6 +43,7 @@ pub(super) fn copy_to(data_dir: &Path, image: &Path, limit: ByteCount) -> Result
     let template = ensure(data_dir, image_bytes(limit))?;
     let temporary = image.with_extension("img.tmp");
     copy_sparse(&template, &temporary)?;
+    POINTS.reach("sandbox_before_layer_rename");
     fs::rename(&temporary, image).map_err(|error| DiskError::io("rename to", image, error))
 }
 
@@ -80,7 +83,7 @@ fn ensure(data_dir: &Path, bytes: u64) -> Result<PathBuf, DiskError> {
     }
     fs::create_dir_all(&directory).map_err(|error| DiskError::io("make", &directory, error))?;
     // Two sessions may want the same size at once: each makes one, and the last rename wins with an equal file.
-    let temporary = directory.join(format!(".ext4-{bytes}-{:016x}", rand::random::<u64>()));
+    let temporary = directory.join(unfinished_name("ext4"));
     let made = File::create_new(&temporary)
         .and_then(|file| file.set_len(bytes))
         .map_err(|error| DiskError::io("make", &temporary, error))
@@ -89,6 +92,7 @@ fn ensure(data_dir: &Path, bytes: u64) -> Result<PathBuf, DiskError> {
             run("mkfs.ext4", mkfs().args(["-q", "-F", "-m", "0", "-E", options]).arg(&temporary))
         })
         .and_then(|()| {
+            POINTS.reach("sandbox_before_template_rename");
             fs::rename(&temporary, &template).map_err(|error| DiskError::io("rename to", &template, error))
         });
     if made.is_err() {

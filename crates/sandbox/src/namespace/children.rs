@@ -1,9 +1,9 @@
-//! The shims that this process started.
+//! The shims that this process started, and the sandboxes that it is making.
 //!
 //! Whoever starts a process has to wait for it, or it stays as a zombie. A handle may be dropped and its sandbox
 //! adopted by another backend of the same process, so the children are kept here, by sandbox, and not in the handles.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::process::Child;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,6 +11,33 @@ use std::time::{Duration, Instant};
 use cloister_types::SandboxId;
 
 static CHILDREN: Mutex<BTreeMap<SandboxId, Child>> = Mutex::new(BTreeMap::new());
+static MAKING: Mutex<BTreeSet<SandboxId>> = Mutex::new(BTreeSet::new());
+
+/// A sandbox that is being made, while this lives.
+pub(super) struct Making(SandboxId);
+
+impl Making {
+    /// Counts a sandbox in, before its directory is made.
+    pub(super) fn begin(sandbox_id: &SandboxId) -> Self {
+        making().insert(sandbox_id.clone());
+        Self(sandbox_id.clone())
+    }
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        making().remove(&self.0);
+    }
+}
+
+/// Returns whether a sandbox is being made by this process.
+pub(super) fn is_making(sandbox_id: &SandboxId) -> bool {
+    making().contains(sandbox_id)
+}
+
+fn making() -> MutexGuard<'static, BTreeSet<SandboxId>> {
+    MAKING.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn children() -> MutexGuard<'static, BTreeMap<SandboxId, Child>> {
     CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)

@@ -21,6 +21,7 @@ use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
 use crate::backend::{Created, HostPaths, SandboxError, SandboxSpec, StepTiming};
 use crate::cgroup::{GroupLimits, JoinFiles};
 use crate::disk::DiskError;
+use crate::fault::POINTS;
 use crate::id_range::{IdRangeError, ensure_session_dir};
 use crate::intent::{INTENT_FILE, Intent, SESSION_FILE, SessionRecord, read_record, write_record};
 use crate::layout;
@@ -79,6 +80,7 @@ impl NamespaceBackend {
         match wait_for_report(stdout, &log).await {
             Ok((facts, timings)) => {
                 steps.done("shim");
+                POINTS.reach("sandbox_after_report");
                 if let Err(error) = self.limit(undo.intent()).await {
                     undo.run().await;
                     return Err(error);
@@ -260,6 +262,7 @@ fn prepare(
     let disk = inner.disk.plan(&session_dir, spec.limits.disk).map_err(disk_error)?;
     let is_new_session = ensure_session_dir(&session_dir)
         .map_err(|error| SandboxError::failed("make the session's directory", error))?;
+    POINTS.reach("sandbox_after_session_dir");
     let ids = record_session(inner, &paths, spec);
     let ids = match ids {
         Ok(ids) => ids,
@@ -271,6 +274,7 @@ fn prepare(
             return Err(error);
         }
     };
+    POINTS.reach("sandbox_after_session_record");
     let intent = Intent {
         session_id: spec.session_id.clone(),
         sandbox_id: spec.sandbox_id.clone(),
@@ -350,27 +354,34 @@ fn take(
     steps: &mut Steps,
 ) -> Result<(ChildStdout, PathBuf), SandboxError> {
     let directory = paths.sandbox_dir(&intent.sandbox_id);
+    let _making = children::Making::begin(&intent.sandbox_id);
     layout::ensure_private_dir(&directory)
         .map_err(|error| SandboxError::failed("make the sandbox's directory", error))?;
+    POINTS.reach("sandbox_after_sandbox_dir");
     write_record(&directory.join(INTENT_FILE), intent, false)
         .map_err(|error| SandboxError::failed("write the intent", error))?;
     steps.done("intent");
+    POINTS.reach("sandbox_after_intent");
     let files = cgroups
         .create(&intent.groups, &GroupLimits::from(&intent.limits).unhurried())
         .map_err(|error| SandboxError::failed("make control groups", error))?;
     steps.done("cgroups");
+    POINTS.reach("sandbox_after_cgroups");
     inner.disk.ensure_layer(&intent.disk, intent.limits.disk, intent.ids.base).map_err(disk_error)?;
     let execs = paths.execs_dir(&intent.session_id);
     layout::ensure_private_dir(&execs)
         .map_err(|error| SandboxError::failed("make the directory of execs", error))?;
     steps.done("layer");
+    POINTS.reach("sandbox_after_layer");
     let config = shim_config(inner, paths, intent, files);
     write_record(&directory.join("shim.json"), &config, false)
         .map_err(|error| SandboxError::failed("write the shim's configuration", error))?;
+    POINTS.reach("sandbox_after_shim_config");
     let log = directory.join("shim.log");
     let stdout = spawn(inner, intent, &directory, &log)
         .map_err(|error| SandboxError::failed("start the shim", error))?;
     steps.done("spawn");
+    POINTS.reach("sandbox_after_spawn");
     Ok((stdout, log))
 }
 
@@ -411,6 +422,7 @@ fn shim_config(inner: &Inner, paths: &HostPaths, intent: &Intent, files: JoinFil
         execs_max: inner.config.execs_max,
         warm: paths.data_dir != inner.paths().data_dir,
         defences_off: inner.config.defences_off.clone(),
+        fault_file: cloister_fault::file(),
     }
 }
 

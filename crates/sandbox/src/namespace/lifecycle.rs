@@ -10,6 +10,7 @@ use super::reap;
 use super::sandbox::NamespaceSandbox;
 use super::{NamespaceBackend, blocking, chain};
 use crate::backend::{Gone, Sandbox, SandboxError};
+use crate::fault::POINTS;
 use crate::intent::{INTENT_FILE, Intent, read_record};
 use crate::{disk, layout};
 
@@ -42,7 +43,10 @@ impl NamespaceBackend {
             let found = self.settle(&sandbox_id).await?;
             drop(guard);
             match found {
-                Found::Running(sandbox) => running.push(sandbox),
+                Found::Running(sandbox) => {
+                    running.push(sandbox);
+                    POINTS.reach("sandbox_during_adoption");
+                }
                 Found::Ended(end) => gone.push(end),
                 Found::Nothing => {}
             }
@@ -129,7 +133,9 @@ impl NamespaceBackend {
             disk::wait_detached(&image, Instant::now() + SERVE_DEADLINE)
                 .map_err(|error| SandboxError::failed("detach the layer", error))?;
             layout::remove_dir(&directory)
-                .map_err(|error| SandboxError::failed("remove the session's directory", error))
+                .map_err(|error| SandboxError::failed("remove the session's directory", error))?;
+            POINTS.reach("sandbox_after_session_removed");
+            Ok(())
         })
         .await
     }

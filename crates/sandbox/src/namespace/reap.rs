@@ -16,6 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{chain, children, unix_ms};
 use crate::backend::{Gone, HostPaths, SandboxError};
+use crate::fault::POINTS;
 use crate::intent::{INTENT_FILE, Intent, read_record, write_record};
 use crate::{disk, layout};
 
@@ -23,9 +24,6 @@ use crate::{disk, layout};
 const SHIM_GRACE: Duration = Duration::from_secs(2);
 /// How long killed processes may take to go: the kernel frees their memory meanwhile.
 const DEADLINE: Duration = Duration::from_secs(20);
-
-/// How old a sandbox's directory must be for a missing intent to mean that there will be none.
-const YOUNG: Duration = Duration::from_secs(60);
 
 /// Takes everything of a sandbox down and returns how it ended; `was_requested` when somebody asked for that.
 ///
@@ -43,13 +41,17 @@ pub(super) fn reap(
     if is_this_boot {
         end_processes(intent, &directory)?;
     }
+    POINTS.reach("sandbox_after_detach");
     let gone = judge(intent, &directory, is_this_boot, was_requested);
     seal_execs(paths, intent, &gone.message)?;
     record_end(paths, &gone);
+    POINTS.reach("sandbox_after_seal");
     layout::remove_file(&intent.socket)
         .map_err(|error| SandboxError::failed("remove the shim's socket", error))?;
+    POINTS.reach("sandbox_after_socket_removed");
     layout::remove_dir(&directory)
         .map_err(|error| SandboxError::failed("remove the sandbox's directory", error))?;
+    POINTS.reach("sandbox_after_sandbox_removed");
     Ok(gone)
 }
 
@@ -95,7 +97,9 @@ fn end_processes(intent: &Intent, directory: &Path) -> Result<(), SandboxError> 
     if !children::wait(&intent.sandbox_id, deadline) {
         return Err(SandboxError::failed("wait for the shim", "it has given up its lock and does not end"));
     }
+    POINTS.reach("sandbox_after_kill");
     intent.groups.remove(deadline).map_err(|error| SandboxError::failed("remove control groups", error))?;
+    POINTS.reach("sandbox_after_groups_removed");
     if let DiskConfig::Loop { image } = &intent.disk {
         disk::wait_detached(image, deadline)
             .map_err(|error| SandboxError::failed("detach the layer", error))?;
@@ -188,8 +192,9 @@ fn seal_execs(paths: &HostPaths, intent: &Intent, message: &str) -> Result<(), S
     Ok(())
 }
 
-/// Goes on with removals that a crash cut, and removes directories that were made for a sandbox before its intent was
-/// written. A young one may be in the middle of that right now and stays.
+/// Goes on with removals that a crash cut, and removes what was made before it had its name: directories of sandboxes
+/// without an intent, and half-written files. One process owns a data directory, so that what this one is not making is
+/// made by nobody.
 ///
 /// # Errors
 ///
@@ -199,14 +204,14 @@ pub(super) fn sweep(paths: &HostPaths) -> io::Result<()> {
     layout::sweep_tombstones(&paths.sessions_dir())?;
     for sandbox_id in layout::ids_in::<cloister_types::SandboxId>(&paths.sandboxes_dir())? {
         let directory = paths.sandbox_dir(&sandbox_id);
-        let age =
-            fs::metadata(&directory).and_then(|metadata| metadata.modified()).map(|time| time.elapsed());
-        let is_old = matches!(age, Ok(Ok(age)) if age > YOUNG);
-        if is_old && !directory.join(INTENT_FILE).exists() {
+        // In this order: one whose making ends between the two looks has its intent.
+        if !children::is_making(&sandbox_id) && !directory.join(INTENT_FILE).exists() {
             layout::remove_dir(&directory)?;
         }
     }
-    Ok(())
+    layout::sweep_unfinished(&paths.data_dir)?;
+    layout::sweep_unfinished(&paths.data_dir.join("templates"))?;
+    layout::sweep_unfinished(&paths.data_dir.join("bin"))
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use cloister_types::{ExecId, ExecSpec, IsolationFact, OutputFrame};
 use super::reap;
 use super::{Inner, blocking, chain, open_output, read_exec};
 use crate::backend::{Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming};
+use crate::fault::POINTS;
 use crate::intent::Intent;
 
 /// How long a shim may take for an answer that does not depend on what the program does.
@@ -220,6 +221,7 @@ impl Sandbox for NamespaceSandbox {
                 }
             }
         }
+        POINTS.reach("sandbox_after_stop_answer");
         self.release().await.map(drop)
     }
 
