@@ -11,8 +11,10 @@ mod cloister;
 mod machine;
 mod peer;
 mod report;
+mod results;
 mod sample;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -71,7 +73,8 @@ fn main() -> Result<()> {
     let report = runtime.block_on(measure(&arguments))?;
     println!("{}", report.text());
     if arguments.write {
-        std::fs::write(RESULTS, report.text()).with_context(|| format!("write `{RESULTS}`"))?;
+        results::write_section(Path::new(RESULTS), report.text())
+            .with_context(|| format!("write `{RESULTS}`"))?;
         eprintln!("written to {RESULTS}");
     }
     Ok(())

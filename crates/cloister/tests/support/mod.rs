@@ -26,6 +26,7 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 pub(crate) struct Up {
     directory: TempDir,
     child: Option<Child>,
+    environment: Vec<(&'static str, String)>,
 }
 
 /// Prints why a test does not run.
@@ -67,10 +68,16 @@ pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Result<T, String
 impl Up {
     /// Starts one and waits until it is ready.
     pub(crate) fn start() -> Self {
+        Self::start_with(|_| Vec::new())
+    }
+
+    /// The same with more variables, which may name the test's directory.
+    pub(crate) fn start_with(environment: impl FnOnce(&Path) -> Vec<(&'static str, String)>) -> Self {
         let directory = tempfile::Builder::new().prefix("clo").tempdir().unwrap();
         // The coordinator's and PostgreSQL's accounts must pass through to what is theirs.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        let mut up = Self { directory, child: None };
+        let environment = environment(directory.path());
+        let mut up = Self { directory, child: None, environment };
         up.start_again();
         up
     }
@@ -120,7 +127,8 @@ impl Up {
             .env_remove("CLOISTER_TOKEN")
             .env_remove("CLOISTER_CONTEXT")
             .env_remove("DATABASE_URL")
-            .env_remove("SUDO_USER");
+            .env_remove("SUDO_USER")
+            .envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 
