@@ -37,7 +37,7 @@ torture-output gib="10":
 # Kill every process at every step, with 20 sessions and in an order from a seed; `--write` puts the figures into bench/results.md.
 torture *arguments:
     TORTURE_ARGUMENTS="{{arguments}}" cargo test --quiet --package cloister --test e2e_crash -- \
-        --ignored --exact torture::torture --nocapture
+        --exact torture::torture --nocapture
 
 # Licences, banned crates and sources of every dependency.
 deny:

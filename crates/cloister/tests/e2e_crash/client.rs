@@ -51,11 +51,13 @@ impl Client {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Returns how long after `moment` the last call that was under way then had its answer.
+    /// Returns how long after `moment` the last call that was under way then had its answer, or when there was none, the
+    /// next call.
     pub(crate) fn answered_after(&self, moment: Instant) -> Duration {
         let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         let under_way = calls.iter().filter(|(begin, end)| *begin <= moment && *end >= moment);
-        under_way.map(|(_, end)| *end - moment).max().unwrap_or_default()
+        let next = || calls.iter().filter(|(begin, _)| *begin > moment).map(|(_, end)| *end - moment).min();
+        under_way.map(|(_, end)| *end - moment).max().or_else(next).unwrap_or_default()
     }
 
     async fn until_answered<T>(

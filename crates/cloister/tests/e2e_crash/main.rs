@@ -86,6 +86,7 @@ fn play(points: Vec<String>, victim: Victim) {
             }
         }
     }
+    rig.into_iter().for_each(Rig::finish);
     assert!(failed.is_empty(), "went wrong: {failed:?}");
 }
 
@@ -117,4 +118,5 @@ fn the_listening_connection_may_be_cut_again_and_again() {
         println!("{round}");
         assert!(round.differences.is_empty(), "{:#?}", round.differences);
     }
+    rig.finish();
 }

@@ -65,7 +65,7 @@ impl Case {
 #[derive(Debug, Clone)]
 pub(crate) struct Round {
     pub(crate) name: String,
-    /// From the kill to the answer of the last call that was under way.
+    /// From the kill to the answer of the last call that was under way, or of the next one.
     pub(crate) recovery: Duration,
     pub(crate) elapsed: Duration,
     pub(crate) kills: usize,
@@ -177,6 +177,13 @@ impl Rig {
             kills.iter().map(|kill| self.client.answered_after(kill.moment)).max().unwrap_or_default();
         let differences = self.sweep.expect(&self.before).err().unwrap_or_default();
         Round { name, recovery, elapsed: begin.elapsed(), kills: kills.len(), differences }
+    }
+
+    /// Ends the installation's last round; panics when something is left that nobody waits for.
+    pub(crate) fn finish(self) {
+        if let Err(orphans) = self.sweep.expect_no_orphans() {
+            panic!("{}", orphans.join("\n"));
+        }
     }
 
     /// Returns how many sandboxes ended that nobody had asked to.

@@ -107,6 +107,30 @@ impl Sweep {
         }
     }
 
+    /// Waits until no zombie of a shim or a sandbox is left that init has to reap because its parent was killed. Init takes
+    /// its time: this is looked at once after all rounds.
+    ///
+    /// # Errors
+    ///
+    /// Those that stay.
+    pub(crate) fn expect_no_orphans(&self) -> Result<(), Vec<String>> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let orphans: Vec<String> = pids()
+                .filter_map(|pid| self.process(pid))
+                .filter(|one| one.state == 'Z' && one.parent == 1 && one.name.starts_with("cloister-guest"))
+                .map(|one| format!("zombie {} {}", one.pid, one.name))
+                .collect();
+            if orphans.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(orphans);
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+
     fn add_processes(&self, state: &mut KernelState) {
         let all: Vec<Process> = pids().filter_map(|pid| self.process(pid)).collect();
         let marked: BTreeSet<i32> = all.iter().filter(|one| one.is_marked).map(|one| one.pid).collect();
@@ -122,8 +146,7 @@ impl Sweep {
             let is_ours = one.is_marked || marked.contains(&one.parent);
             // A zombie has neither command line nor environment: it is ours as somebody's child, or by its name.
             let is_dead = matches!(one.state, 'Z' | 'X');
-            let is_orphan = one.parent == 1 && one.name.starts_with("cloister-guest");
-            if is_dead && (is_ours || one.parent == own || is_orphan) {
+            if is_dead && (is_ours || one.parent == own) {
                 state.add(format!("zombie {}", one.name));
             } else if is_ours && !is_dead {
                 let thing = if Some(one.pid) == server {

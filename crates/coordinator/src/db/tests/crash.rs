@@ -71,7 +71,7 @@ async fn a_creation_that_was_killed_at_its_commit_is_repeated_with_one_session()
 #[tokio::test]
 async fn cordoning_process() {
     let Ok(url) = std::env::var("CLOISTER_TEST_CORDON_URL") else { return };
-    let host: HostId = std::env::var("CLOISTER_TEST_CORDON_HOST").unwrap().parse().unwrap();
+    let host: cloister_types::HostId = std::env::var("CLOISTER_TEST_CORDON_HOST").unwrap().parse().unwrap();
     let store = Store::connect(url.parse().unwrap(), StoreConfig::default()).await.unwrap();
     store.cordon_host(&host, true).await.unwrap();
 }
