@@ -34,6 +34,7 @@ bench *arguments:
 torture-output gib="10":
     CLOISTER_TEST_OUTPUT_GIB={{gib}} cargo test --quiet --package cloister --test e2e_output -- --nocapture \
         --exact a_gibibyte_arrives_equal_and_nobody_on_the_way_grows
+
 # Kill every process at every step, with 20 sessions and in an order from a seed; `--write` puts the figures into bench/results.md.
 torture *arguments:
     TORTURE_ARGUMENTS="{{arguments}}" cargo test --quiet --package cloister --test e2e_crash -- \
