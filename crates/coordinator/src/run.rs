@@ -19,7 +19,7 @@ use crate::app::App;
 use crate::app::authenticate::Authenticator;
 use crate::app::authorize::Principal;
 use crate::config::{Config, Database};
-use crate::db::{ChangeFeed, Store, StoreConfig, StoreError, TokenHash};
+use crate::db::{ChangeFeed, LeaseHolder, Store, StoreConfig, StoreError, TokenHash};
 use crate::link::{HostLinks, LinkService};
 use crate::metrics::Metrics;
 use crate::postgres::{PostgresConfig, PostgresError, PrivatePostgres};

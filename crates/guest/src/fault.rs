@@ -40,4 +40,6 @@ pub const POINTS: FaultPoints = FaultPoints::new(&[
     "shim_after_exit_file",
     // Everybody was answered; nothing is left but the process.
     "shim_after_socket_removed",
+    // A warm sandbox knows whose it is, and the host agent does not know that.
+    "shim_after_claim",
 ]);

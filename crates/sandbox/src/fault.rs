@@ -46,6 +46,16 @@ pub const POINTS: FaultPoints = FaultPoints::new(&[
     "sandbox_after_sandbox_removed",
     // The session is gone too.
     "sandbox_after_session_removed",
+    // A warm sandbox's session is written down, below the warm ones still.
+    "warm_after_record",
+    // Its intent names the session too.
+    "warm_after_intent",
+    // The session has its layer, and the sandbox is below the warm ones.
+    "warm_after_session_rename",
+    // The directories are the session's, and the shim does not know.
+    "warm_after_sandbox_rename",
+    // The shim knows, and nobody was told.
+    "warm_after_claim",
     // One of several sandboxes that an earlier host agent left is taken over.
     "sandbox_during_adoption",
 ]);

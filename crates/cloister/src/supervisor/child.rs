@@ -106,8 +106,8 @@ impl ChildSpec {
                 Err(error) => tracing::error!(role = self.name, %error, "not started"),
             }
             // `backoff` is twice the pause before this start. One that dies as it starts comes back slower and slower,
-            // one that had come to work comes back at once.
-            if started.elapsed() >= backoff {
+            // one that lived longer than it was waited for comes back at once.
+            if started.elapsed() >= backoff / 2 {
                 backoff = BACKOFF_MIN;
             }
             tokio::select! {

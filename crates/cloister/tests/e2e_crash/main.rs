@@ -51,22 +51,36 @@ fn commit_points() -> Vec<String> {
 
 fn host_points() -> Vec<String> {
     let all = [cloister_host::fault::POINTS.names(), cloister_sandbox::fault::POINTS.names()];
-    all.concat().into_iter().map(str::to_owned).collect()
+    all.concat().into_iter().filter(|name| !is_of_warm(name)).map(str::to_owned).collect()
 }
 
 fn shim_points() -> Vec<String> {
-    cloister_guest::fault::POINTS.names().iter().map(|name| (*name).to_owned()).collect()
+    let all = cloister_guest::fault::POINTS.names().iter();
+    all.filter(|name| !is_of_warm(name)).map(|name| (*name).to_owned()).collect()
+}
+
+/// The points that are passed only where sandboxes are kept ready.
+fn is_of_warm(name: &str) -> bool {
+    name.starts_with("warm_") || name == "shim_after_claim"
+}
+
+fn warm_points() -> Vec<(String, Victim)> {
+    let all = [cloister_sandbox::fault::POINTS.names(), cloister_guest::fault::POINTS.names()].concat();
+    let warm = all.into_iter().filter(|name| is_of_warm(name));
+    warm.map(|name| (name.to_owned(), Victim::WhoGetsThere)).collect()
 }
 
 /// Plays a round for each point, all of them whatever happens, and fails with what went wrong.
-fn play(points: Vec<String>, victim: Victim) {
+fn play(points: Vec<(String, Victim)>, warm: usize) {
     // For whoever looks for the cause of a failure.
     let only = std::env::var("CRASH_POINT").ok();
     let mut rig = None;
     let mut failed = Vec::new();
-    for point in points.into_iter().filter(|point| only.as_ref().is_none_or(|only| point == only)) {
+    for (point, victim) in
+        points.into_iter().filter(|(point, _)| only.as_ref().is_none_or(|only| point == only))
+    {
         if rig.is_none() {
-            rig = Rig::start();
+            rig = Rig::start_with_warm(warm);
         }
         let Some(running) = &mut rig else { return };
         let case = Case::at(point.clone(), victim);
@@ -90,24 +104,43 @@ fn play(points: Vec<String>, victim: Victim) {
     assert!(failed.is_empty(), "went wrong: {failed:?}");
 }
 
-#[test]
-fn a_coordinator_may_be_killed_before_and_after_every_commit() {
-    play(commit_points(), Victim::WhoGetsThere);
+/// Returns both lists in turns: who dies again and again within a second is started more slowly each time, as it should
+/// be, and nobody would wait for the tests.
+fn in_turns(
+    (points, victim): (Vec<String>, Victim),
+    (others, other): (Vec<String>, Victim),
+) -> Vec<(String, Victim)> {
+    let mut longer: Vec<_> = points.into_iter().map(|point| (point, victim)).collect();
+    let mut shorter: Vec<_> = others.into_iter().map(|point| (point, other)).collect();
+    if shorter.len() > longer.len() {
+        std::mem::swap(&mut longer, &mut shorter);
+    }
+    let (all, some) = (longer.len(), shorter.len());
+    let mut shorter = shorter.into_iter();
+    let mut mixed = Vec::with_capacity(all + some);
+    for (number, case) in longer.into_iter().enumerate() {
+        mixed.push(case);
+        // As evenly as whole numbers allow.
+        if (number + 1) * some / all > number * some / all {
+            mixed.extend(shorter.next());
+        }
+    }
+    mixed
 }
 
 #[test]
-fn the_database_may_be_killed_before_and_after_every_commit() {
-    play(commit_points(), Victim::Postgres);
+fn coordinator_and_shims_may_be_killed_at_every_commit_and_step() {
+    play(in_turns((commit_points(), Victim::WhoGetsThere), (shim_points(), Victim::WhoGetsThere)), 0);
 }
 
 #[test]
-fn a_host_agent_may_be_killed_at_every_step() {
-    play(host_points(), Victim::WhoGetsThere);
+fn database_and_host_agent_may_be_killed_at_every_commit_and_step() {
+    play(in_turns((commit_points(), Victim::Postgres), (host_points(), Victim::WhoGetsThere)), 0);
 }
 
 #[test]
-fn a_shim_may_be_killed_at_every_step() {
-    play(shim_points(), Victim::WhoGetsThere);
+fn a_host_agent_may_be_killed_while_it_gives_a_ready_sandbox_away() {
+    play(warm_points(), 2);
 }
 
 #[test]

@@ -99,6 +99,11 @@ pub(crate) struct Rig {
 impl Rig {
     /// Starts one and lets it make what is made once; nothing, after saying why, where none can run.
     pub(crate) fn start() -> Option<Self> {
+        Self::start_with_warm(0)
+    }
+
+    /// The same on a host that keeps sandboxes ready.
+    pub(crate) fn start_with_warm(warm: usize) -> Option<Self> {
         if !can_run() {
             return None;
         }
@@ -111,6 +116,7 @@ impl Rig {
                 (cloister_fault::FILE_VARIABLE, faults.join("point").display().to_string()),
                 ("CLOISTER_COORDINATOR_FALLBACK_POLL_SECS", "3600".to_owned()),
                 ("CLOISTER_COORDINATOR_HEARTBEAT_SECS", "1".to_owned()),
+                ("CLOISTER_HOST_WARM_SANDBOXES", warm.to_string()),
                 ("CLOISTER_HOST_MEMORY_BYTES", (HOST_MEMORY_MIB * 1024 * 1024).to_string()),
             ]
         });
@@ -123,7 +129,7 @@ impl Rig {
             let worker = Worker::create(&client, "warm".to_owned()).await;
             worker.delete().await;
         });
-        let sweep = Sweep::new(up.directory());
+        let sweep = Sweep::new(up.directory(), warm);
         let before = sweep.look_settled();
         let runtime = Arc::new(runtime);
         Some(Self { up, client, runtime, sweep, before, rounds: 0, sizes: Cell::new(0) })

@@ -18,6 +18,9 @@ pub(crate) struct Sweep {
     root: String,
     /// What the control groups of its host are named by.
     instance: String,
+    /// Sandboxes that are kept ready. Each is as good as another one, so that with any, things are told apart by what they
+    /// are and not by their ids.
+    warm: usize,
 }
 
 /// What there is, each thing with how often.
@@ -27,6 +30,12 @@ pub(crate) struct KernelState {
 }
 
 impl KernelState {
+    fn shims(&self) -> usize {
+        let is_shim =
+            |(thing, _): &(&String, &usize)| thing.starts_with("process") && thing.contains(" shim ");
+        self.things.iter().filter(is_shim).map(|(_, count)| count).sum()
+    }
+
     fn add(&mut self, thing: String) {
         *self.things.entry(thing).or_default() += 1;
     }
@@ -53,11 +62,11 @@ struct Process {
 }
 
 impl Sweep {
-    pub(crate) fn new(root: &Path) -> Self {
+    pub(crate) fn new(root: &Path, warm: usize) -> Self {
         let root = fs::canonicalize(root).expect("find the installation");
         let host = root.join("data/host");
         let digest = blake3::hash(host.as_os_str().as_encoded_bytes()).to_hex();
-        Self { root: root.display().to_string(), instance: format!("cloister-{}", &digest[..12]) }
+        Self { root: root.display().to_string(), instance: format!("cloister-{}", &digest[..12]), warm }
     }
 
     /// Looks at everything once.
@@ -68,12 +77,31 @@ impl Sweep {
         self.add_loops(&mut state);
         self.add_sockets(&mut state);
         self.add_files(&mut state);
-        state
+        if self.warm == 0 {
+            return state;
+        }
+        let mut nameless = KernelState::default();
+        for (thing, count) in state.things {
+            *nameless.things.entry(without_ids(&thing)).or_default() += count;
+        }
+        nameless
     }
 
     /// Looks at everything once nothing is in flight any more: what just ended is gone.
     pub(crate) fn look_settled(&self) -> KernelState {
         let deadline = Instant::now() + PATIENCE;
+        if self.warm > 0 {
+            let mut last = KernelState::default();
+            loop {
+                let state = self.look();
+                if state.shims() == self.warm && state == last {
+                    return state;
+                }
+                assert!(Instant::now() < deadline, "{} sandboxes were never ready", self.warm);
+                last = state;
+                std::thread::sleep(LOOK_AGAIN * 10);
+            }
+        }
         loop {
             let state = self.look();
             let passing = |thing: &&String| {
@@ -273,6 +301,22 @@ fn directories(path: &Path) -> Vec<PathBuf> {
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
         .map(|entry| entry.path())
         .collect()
+}
+
+/// Returns a thing without what sets it apart from another of its kind: ids, names of sockets, numbers of devices and mounts.
+fn without_ids(thing: &str) -> String {
+    let nameless = |part: &str| {
+        let is_id = ["sbx_", "ses_", "exe_"].iter().any(|prefix| part.starts_with(prefix));
+        let is_number =
+            part.bytes().all(|byte| byte.is_ascii_digit() || byte == b':') || part.starts_with("loop");
+        match part {
+            part if part.ends_with(".sock") && part.len() > 20 => "*.sock".to_owned(),
+            _ if is_id || is_number => "*".to_owned(),
+            part => part.to_owned(),
+        }
+    };
+    let words = thing.split(' ').map(|word| word.split('/').map(nameless).collect::<Vec<_>>().join("/"));
+    words.collect::<Vec<_>>().join(" ")
 }
 
 /// Returns a command line without the supervisor's number, which another `up` changes.

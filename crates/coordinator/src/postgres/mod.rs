@@ -177,8 +177,8 @@ impl PrivatePostgres {
                     tracing::warn!(pid = self.server.pid(), status, "private PostgreSQL ended; starting it again");
                 }
             }
-            // `delay` is twice the pause before this start: one that ran longer was well.
-            if self.started.elapsed() > delay {
+            // `delay` is twice the pause before this start: one that ran longer than it was waited for was well.
+            if self.started.elapsed() > delay / 2 {
                 delay = RESTART_DELAY;
             }
             loop {

@@ -17,6 +17,7 @@ use super::config::ShimConfig;
 use super::exec_table::Refusal;
 use super::lifecycle::Shim;
 use crate::build::layer;
+use crate::fault::POINTS;
 
 /// The name of the fact that a claim changes.
 const HOSTNAME_FACT: &str = "hostname";
@@ -95,5 +96,6 @@ pub(super) fn claim(shim: &Shim, request: &guest::ClaimSandbox) -> Result<(), Re
         exec_dir: PathBuf::from(&request.exec_dir),
         is_claimed: true,
     };
+    POINTS.reach("shim_after_claim");
     Ok(())
 }

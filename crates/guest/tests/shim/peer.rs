@@ -108,30 +108,10 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Without a pid namespace what runs would outlive the guest agent, and hold open what the test's starter holds.
-        // All are found before anybody dies: who is orphaned has another parent.
-        for pid in descendants(self.shim.id()) {
-            // It may have ended by itself.
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-        }
         // The guest agent dies with it.
         let _ = self.shim.kill();
         let _ = self.shim.wait();
     }
-}
-
-/// Returns the processes below one, the nearest first.
-fn descendants(pid: u32) -> Vec<rustix::process::Pid> {
-    let mut found = Vec::new();
-    let mut left = std::collections::VecDeque::from([pid]);
-    while let Some(parent) = left.pop_front() {
-        let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
-        for child in children.unwrap_or_default().split_whitespace() {
-            left.extend(child.parse::<u32>());
-            found.extend(child.parse().ok().and_then(rustix::process::Pid::from_raw));
-        }
-    }
-    found
 }
 
 /// Reads to the end; checks that nothing is missing or doubled.

@@ -39,6 +39,7 @@ use super::sandbox::NamespaceSandbox;
 use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
 use crate::backend::{Created, SandboxError, SandboxSpec};
 use crate::cgroup::GroupLimits;
+use crate::fault::POINTS;
 use crate::intent::{INTENT_FILE, Intent, SESSION_FILE, SessionRecord, read_record, write_record};
 use crate::layout;
 
@@ -238,6 +239,7 @@ impl NamespaceBackend {
                 return Err(SandboxError::failed("claim a warm sandbox", error));
             }
         };
+        POINTS.reach("warm_after_claim");
         steps.done("claim");
         undo.keep();
         let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent));
@@ -398,14 +400,18 @@ fn rename(inner: &Inner, spec: &SandboxSpec, warm: &Intent) -> Result<Intent, Sa
     let session = SessionRecord { session_id: spec.session_id.clone(), ids: warm.ids, limits: spec.limits };
     // The range is on the disk since the sandbox was made: what a power failure can undo here is the new owner.
     write_record(&from.session_dir(&warm.session_id).join(SESSION_FILE), &session, false).map_err(record)?;
+    POINTS.reach("warm_after_record");
     write_record(&from.sandbox_dir(&warm.sandbox_id).join(INTENT_FILE), &intent, false).map_err(record)?;
+    POINTS.reach("warm_after_intent");
     let limits = GroupLimits::from(&spec.limits);
     if limits != GroupLimits::from(&warm.limits) {
         let limited = inner.cgroups()?.limit(&warm.groups, &limits);
         limited.map_err(|error| SandboxError::failed("limit a warm sandbox", error))?;
     }
     fs::rename(from.session_dir(&warm.session_id), &session_dir).map_err(failed)?;
+    POINTS.reach("warm_after_session_rename");
     fs::rename(from.sandbox_dir(&warm.sandbox_id), to.sandbox_dir(&spec.sandbox_id)).map_err(failed)?;
+    POINTS.reach("warm_after_sandbox_rename");
     children::rename(&warm.sandbox_id, &spec.sandbox_id);
     Ok(intent)
 }
