@@ -108,7 +108,7 @@ def pids() -> None:
 
 
 def disk() -> None:
-    """Writes into the workspace until it is full."""
+    """Writes into the workspace until it is full, and fails as a program does that wanted to write more."""
     written = 0
     block = os.urandom(MIB)
     with open("/workspace/big", "wb", buffering=0) as file:
@@ -122,6 +122,7 @@ def disk() -> None:
                 # What is left is filled by ever smaller pieces.
                 block = block[: len(block) // 2]
     say("written in all", f"{written} bytes")
+    sys.exit(1)
 
 
 def network() -> None:

@@ -61,7 +61,7 @@ act "what the host says about this sandbox, read inside after all hardening" 0 "
     "$cloister" session get "$session"
 act "take memory until it is killed, and be told why" 137 "out of memory" inside memory
 act "start processes until the kernel refuses" 0 "process limit reached" inside pids
-act "fill the disk" 0 "disk full" inside disk
+act "fill the disk" 1 "disk full" inside disk
 act "empty it again" 0 "" "$cloister" exec "$session" -- rm /workspace/big
 act "try to get out" 0 "refused" inside network
 act "and the same sandbox still works" 0 "still here" "$cloister" exec "$session" -- echo "  still here"
