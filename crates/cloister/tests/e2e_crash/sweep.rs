@@ -303,7 +303,8 @@ fn directories(path: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Returns a thing without what sets it apart from another of its kind: ids, names of sockets, numbers of devices and mounts.
+/// Returns a thing without what sets it apart from another of its kind: ids, names of sockets, numbers of devices,
+/// mounts and owners.
 fn without_ids(thing: &str) -> String {
     let nameless = |part: &str| {
         let is_id = ["sbx_", "ses_", "exe_"].iter().any(|prefix| part.starts_with(prefix));
@@ -315,7 +316,12 @@ fn without_ids(thing: &str) -> String {
             part => part.to_owned(),
         }
     };
-    let words = thing.split(' ').map(|word| word.split('/').map(nameless).collect::<Vec<_>>().join("/"));
+    // The options of a mount name the owner by its number.
+    let option = |option: &str| match option.split_once('=') {
+        Some((name @ ("uid" | "gid"), _)) => format!("{name}=*"),
+        _ => option.split('/').map(nameless).collect::<Vec<_>>().join("/"),
+    };
+    let words = thing.split(' ').map(|word| word.split(',').map(option).collect::<Vec<_>>().join(","));
     words.collect::<Vec<_>>().join(" ")
 }
 
