@@ -200,6 +200,9 @@ impl From<StoreError> for AppError {
             StoreError::Conflict { .. } => &CONFLICT,
             StoreError::Illegal(_) => &WRONG_STATE,
             StoreError::NotOffered { .. } => &ISOLATION_NOT_OFFERED,
+            StoreError::TooLarge { .. } => {
+                return Self::new(&INVALID_FIELD, message).with_remedy("ask for less, or add a larger host");
+            }
             StoreError::PageToken => &PAGE_TOKEN,
             StoreError::Unavailable { .. } => {
                 tracing::warn!(error = %cloister_service::error_chain(&error), "the store did not answer");

@@ -261,6 +261,48 @@ pub(super) fn decide(demand: &Demand, hosts: &[HostView], waiting: &[Demand]) ->
     }
 }
 
+/// What no connected host has enough of, with the most that one has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TooLarge {
+    pub(super) resource: &'static str,
+    pub(super) asked: String,
+    pub(super) most: String,
+}
+
+/// Returns what a demand has too much of for every connected host that could run it, were that empty: then waiting would
+/// not help, and the request is refused.
+pub(super) fn too_large(demand: &Demand, hosts: &[HostView]) -> Option<TooLarge> {
+    let able: Vec<&HostView> =
+        hosts.iter().filter(|host| host.connected && host.backend_for(demand).is_some()).collect();
+    let holds =
+        |host: &&HostView| first_lack(&HostCapacity::default(), &demand.limits, &host.promisable).is_none();
+    if able.is_empty() || able.iter().any(holds) {
+        return None;
+    }
+    let most = |of: fn(&HostCapacity) -> u64| able.iter().map(|host| of(&host.promisable)).max().unwrap_or(0);
+    let limits = &demand.limits;
+    let (memory, cpus, disk) =
+        (most(|host| host.memory.0), most(|host| u64::from(host.cpus.0)), most(|host| host.disk.0));
+    let too_large = |resource, asked: String, most: String| Some(TooLarge { resource, asked, most });
+    let bytes = |resource, asked: ByteCount, most: u64| match (asked.to_string(), ByteCount(most).to_string())
+    {
+        // What rounds to the same is told apart to the byte.
+        (shown, same) if shown == same => {
+            too_large(resource, format!("{} bytes", asked.0), format!("{most} bytes"))
+        }
+        (asked, most) => too_large(resource, asked, most),
+    };
+    if limits.disk.0 > disk && limits.memory.0 <= memory {
+        bytes("disk", limits.disk, disk)
+    } else if u64::from(limits.cpus.0) > cpus && limits.memory.0 <= memory {
+        let most = CpuMillis(u32::try_from(cpus).unwrap_or(u32::MAX));
+        too_large("CPU", limits.cpus.to_string(), most.to_string())
+    } else {
+        // Also where one host has the memory and another one the rest.
+        bytes("memory", limits.memory, memory)
+    }
+}
+
 /// Returns the backends that connected hosts offer, when there are such hosts and none is strong enough (with the
 /// backend that was asked for): then waiting would not help, and the request is refused.
 pub(super) fn not_offered(demand: &Demand, hosts: &[HostView]) -> Option<Vec<String>> {
@@ -305,6 +347,29 @@ mod tests {
         let hosts = [host(1000, 0), host(1000, 400), host(1000, 900)];
         let placed = Decision::Place { host: 1, backend: BackendKind::Namespace };
         assert_eq!(decide(&demand(512), &hosts, &[]), placed);
+    }
+
+    #[test]
+    fn what_no_host_can_ever_hold_is_named_with_the_most_that_one_can() {
+        // The second is full, which waiting helps; the first is too small, which it does not.
+        let hosts = [host(1000, 0), host(2000, 2000)];
+        assert_eq!(too_large(&demand(2000), &hosts), None);
+        let too_much = |resource, asked: &str, most: &str| {
+            Some(TooLarge { resource, asked: asked.to_owned(), most: most.to_owned() })
+        };
+        assert_eq!(
+            too_large(&demand(2001), &hosts),
+            too_much("memory", "2098200576 bytes", "2097152000 bytes")
+        );
+        assert_eq!(too_large(&demand(3000), &hosts), too_much("memory", "2.9 GiB", "1.9 GiB"));
+        let limits = Limits { disk: ByteCount::gib(1001), ..demand(1).limits };
+        let disk = Demand { limits, ..demand(1) };
+        assert_eq!(too_large(&disk, &hosts), too_much("disk", "1001 GiB", "1000 GiB"));
+        let limits = Limits { cpus: CpuMillis(65_000), ..demand(1).limits };
+        assert_eq!(too_large(&Demand { limits, ..demand(1) }, &hosts), too_much("CPU", "65", "64"));
+        // A larger host may come back, so that it is waited for.
+        let away = HostView { connected: false, ..host(1000, 0) };
+        assert_eq!(too_large(&demand(2000), &[away]), None);
     }
 
     #[test]

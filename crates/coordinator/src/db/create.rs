@@ -10,7 +10,9 @@ use cloister_types::{
 use sqlx::PgConnection;
 use sqlx::types::Json;
 
-use super::admission::{Decision, Demand, HostView, Refusal, backends_of, decide, not_offered};
+use super::admission::{
+    Decision, Demand, HostView, Refusal, TooLarge, backends_of, decide, not_offered, too_large,
+};
 use super::fault::commit;
 use super::idempotency::first_answer;
 use super::op::OpKind;
@@ -57,7 +59,8 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`StoreError::NotOffered`] when hosts are connected but none is strong enough, [`StoreError::NameTaken`],
+    /// [`StoreError::NotOffered`] when hosts are connected but none is strong enough, [`StoreError::TooLarge`] when none is
+    /// large enough, [`StoreError::NameTaken`],
     /// [`StoreError::IdempotencyMismatch`], [`StoreError::Unavailable`].
     pub async fn create_session(
         &self,
@@ -107,6 +110,9 @@ impl Store {
                 offered,
             }
             .into());
+        }
+        if let Some(TooLarge { resource, asked, most }) = too_large(&demand, &hosts) {
+            return Err(StoreError::TooLarge { resource, asked, most }.into());
         }
         let waiting = if queue { waiting_demands(&mut tx).await? } else { Vec::new() };
         let created = match decide(&demand, &hosts, &waiting) {

@@ -61,6 +61,16 @@ pub enum StoreError {
         /// Backends whose probe passed on some connected host.
         offered: Vec<String>,
     },
+    /// Hosts are connected and none could hold the session even when empty.
+    #[error("no host can hold {asked} of {resource}: the most is {most}")]
+    TooLarge {
+        /// `memory`, `CPU` or `disk`.
+        resource: &'static str,
+        /// What was asked for.
+        asked: String,
+        /// What the largest host could give.
+        most: String,
+    },
     /// A page token that this store did not make.
     #[error("the page token is not one of this server's")]
     PageToken,

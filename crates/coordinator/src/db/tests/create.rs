@@ -44,6 +44,9 @@ async fn parallel_creates_never_promise_more_than_a_host_has() {
 #[tokio::test]
 async fn nobody_overtakes_an_earlier_queued_session_and_the_queue_is_admitted_in_order() {
     let test = store!();
+    // One that no host could ever run waits for a host, and is in nobody's way.
+    let giant = test.create_one("giant", &session_params(ByteCount::gib(100))).await;
+    assert_eq!(giant.session.reason, Some(Reason::NoHost));
     test.host("a", ByteCount::mib(300)).await;
     let running = test.create_one("running", &session_params(ByteCount::mib(200))).await;
     let large = test.create_one("large", &session_params(ByteCount::mib(250))).await;
@@ -52,9 +55,14 @@ async fn nobody_overtakes_an_earlier_queued_session_and_the_queue_is_admitted_in
     let smaller = test.create_one("smaller", &session_params(ByteCount::mib(20))).await;
     assert_eq!(large.session.message, "1 host out of memory");
     assert_eq!(small.session.message, "1 host wanted by earlier sessions");
-    // One that no host could ever run waits for a host, and is in nobody's way.
-    let giant = test.create_one("giant", &session_params(ByteCount::gib(100))).await;
-    assert_eq!(giant.session.reason, Some(Reason::NoHost));
+    // With hosts there, the same is refused, since waiting would not help.
+    let params = session_params(ByteCount::gib(100));
+    let context = test.context("session.create", "second-giant");
+    let refused = test.store.create_session(&context, &payload("second-giant"), &holder(), &params).await;
+    assert_eq!(
+        refused.map(|_| ()).unwrap_err().to_string(),
+        "no host can hold 100 GiB of memory: the most is 300 MiB"
+    );
     assert!(test.store.admit_queued(&holder(), 10).await.unwrap().ops.is_empty());
 
     test.delete(&running.session.id, "delete").await;

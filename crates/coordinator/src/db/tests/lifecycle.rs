@@ -137,7 +137,18 @@ async fn in_state(test: &TestStore, state: SessionState, name: &str) -> SessionI
                 .unwrap();
             id
         }
-        SessionState::Queued => test.create_one(name, &session_params(ByteCount::gib(500))).await.session.id,
+        SessionState::Queued => {
+            // One that is too large for every host waits where none was connected when it came.
+            let mut connection = test.connection().await;
+            let connect = async |connection: &mut sqlx::PgConnection, connected: bool| {
+                let update = sqlx::query("UPDATE hosts SET connected = $1").bind(connected);
+                update.execute(connection).await.unwrap();
+            };
+            connect(&mut connection, false).await;
+            let id = test.create_one(name, &session_params(ByteCount::gib(500))).await.session.id;
+            connect(&mut connection, true).await;
+            id
+        }
         SessionState::Starting => test.create_one(name, &small).await.session.id,
         SessionState::Active => test.active(name).await.id,
         SessionState::Pausing => {
@@ -241,8 +252,16 @@ async fn a_pause_that_lasts_too_long_starts_over_on_a_host_that_answers_and_wait
         ..TransitionParams::new(session.id.clone(), SessionEvent::PauseDone)
     };
     assert!(matches!(test.store.commit_transition(&late).await, Err(StoreError::Conflict { .. })));
-    let again =
-        test.store.claim_due_ops(&holder(), 10).await.unwrap().pop().expect("the host is asked again");
+    let claim = async {
+        loop {
+            // The refused step's transaction may hold the row until its rollback arrives: then it is passed over.
+            match test.store.claim_due_ops(&holder(), 10).await.unwrap().pop() {
+                Some(op) => return op,
+                None => tokio::task::yield_now().await,
+            }
+        }
+    };
+    let again = tokio::time::timeout(SECOND * 30, claim).await.expect("the host is asked again");
     assert_eq!((again.kind, &again.session.id), (OpKind::Pause, &session.id));
 
     // Nobody answers: only then is it not known whether the sandbox runs.
@@ -280,7 +299,7 @@ async fn a_session_whose_time_ran_out_is_deleted_in_every_state() {
         .create_one(
             "two",
             &CreateSession {
-                limits: Limits { memory: ByteCount::gib(9), ..params.limits },
+                limits: Limits { memory: ByteCount::mib(1000), ..params.limits },
                 ..params.clone()
             },
         )
