@@ -69,7 +69,7 @@ pub enum IdRangeError {
 pub struct IdRangeAllocator {
     paths: HostPaths,
     reserved: Vec<(u64, u64)>,
-    /// Ranges of sessions whose record was read before: a range never changes while its directory is there.
+    /// Ranges of sessions whose record was read before: a range never changes while the record is there.
     known: Mutex<BTreeMap<SessionId, IdRange>>,
 }
 
@@ -104,7 +104,11 @@ impl IdRangeAllocator {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         self.refresh(&mut known)?;
         if let Some(range) = known.get(session_id) {
-            return Ok(*range);
+            if self.paths.session_dir(session_id).join(SESSION_FILE).exists() {
+                return Ok(*range);
+            }
+            // The directory was removed and made again since: only what is written down counts.
+            known.remove(session_id);
         }
         let range = free_range(session_id, &known, &self.reserved).ok_or(IdRangeError::Exhausted)?;
         record(range)?;
@@ -212,6 +216,21 @@ mod tests {
             assert_eq!(first, second);
             assert!(first.base >= FIRST && first.base.is_multiple_of(IDS_PER_SESSION));
             assert!(bases.insert(first.base), "range {} was given twice", first.base);
+        }
+    }
+
+    #[test]
+    fn a_session_whose_directory_was_removed_and_made_again_is_written_down_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let allocator = IdRangeAllocator::new(host(directory.path()));
+        let session = SessionId::from_u128(7);
+        for _ in 0..2 {
+            let range = ensure(&allocator, &session);
+            let kept = allocator.paths.session_dir(&session);
+            // As a create that failed leaves it; nobody asks for another session's range before it is tried again.
+            let record = read_record::<SessionRecord>(&kept.join(SESSION_FILE)).unwrap();
+            assert_eq!(record.map(|record| record.ids), Some(range));
+            layout::remove_dir(&kept).unwrap();
         }
     }
 
