@@ -18,16 +18,16 @@ pub(crate) struct SandboxArgs {
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_pair)]
     pub(crate) labels: Vec<(String, String)>,
     /// Memory the work may use, for example `512M` or `2G`
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = limit::<ByteCount>)]
     pub(crate) memory: Option<ByteCount>,
     /// CPUs the work may use, for example `2` or `0.5`
-    #[arg(long, value_name = "NUMBER")]
+    #[arg(long, value_name = "NUMBER", value_parser = limit::<CpuMillis>)]
     pub(crate) cpus: Option<CpuMillis>,
     /// Processes and threads at one time
-    #[arg(long, value_name = "NUMBER")]
+    #[arg(long, value_name = "NUMBER", value_parser = limit::<u32>)]
     pub(crate) pids: Option<u32>,
     /// Size of the writable layer, for example `1G`
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = limit::<ByteCount>)]
     pub(crate) disk: Option<ByteCount>,
     /// Backend: `auto`, `namespace` or `sim`
     #[arg(long, value_name = "BACKEND")]
@@ -137,6 +137,18 @@ pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// Parses a quantity. Zero means "the default" on the wire: a limit of nothing must not become the usual one.
+fn limit<Q>(text: &str) -> Result<Q, String>
+where
+    Q: std::str::FromStr<Err: std::fmt::Display> + Default + PartialEq,
+{
+    let quantity: Q = text.parse().map_err(|error: Q::Err| error.to_string())?;
+    if quantity == Q::default() {
+        return Err("a sandbox cannot do without: leave the flag out for the default".to_owned());
+    }
+    Ok(quantity)
+}
+
 /// Parses a length of time: numbers with `ms`, `s`, `m`, `h` or `d`, added up; a bare number is seconds.
 pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     let error = || format!("`{text}` is not a time such as `30s`, `5m`, `1h30m` or `500ms`");
@@ -187,6 +199,14 @@ mod tests {
         for bad in ["", "0", "0s", "s", "1x", "-1s", "1.5s", "99999999999999999999s", "1 s"] {
             assert!(parse_duration(bad).is_err(), "`{bad}` was accepted");
         }
+    }
+
+    #[test]
+    fn a_limit_of_nothing_is_refused_not_taken_for_the_default() {
+        assert_eq!(limit::<CpuMillis>("0.5"), Ok(CpuMillis(500)));
+        assert_eq!(limit::<u32>("7"), Ok(7));
+        assert!(limit::<CpuMillis>("0").is_err() && limit::<CpuMillis>("0.000").is_err());
+        assert!(limit::<ByteCount>("0M").is_err() && limit::<u32>("0").is_err());
     }
 
     #[test]

@@ -66,7 +66,13 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
             add("timed out without output", message, "raise `--no-output-timeout`, or leave it out");
         }
         Some(ExitReason::NotStarted) => {
-            add("not started", message, "check the command's path, mode and interpreter inside the sandbox");
+            // 127 is a program that is not there; anything else may be the program, its directory or its user.
+            let hint = if exit.code == 127 {
+                "check the command's path inside the sandbox: `cloister exec SESSION -- ls /usr/bin`"
+            } else {
+                "program, interpreter, `--workdir` and `--user` are looked up inside the sandbox"
+            };
+            add("not started", message, hint);
         }
         Some(ExitReason::SandboxGone) => {
             add(

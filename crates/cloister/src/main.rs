@@ -19,6 +19,7 @@ mod terminal;
 use std::process;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 
 use crate::cli::{Cli, Invocation};
 use crate::error::{CliError, EXIT_CLOISTER, EXIT_FAILED, EXIT_USAGE};
@@ -31,6 +32,9 @@ fn main() {
         Err(error) => {
             // A closed standard error is no reason to exit otherwise.
             let _ = error.print();
+            if let Some(hint) = usage_hint(&error, &std::env::args().collect::<Vec<_>>()) {
+                Terminal::new(false).hint(hint);
+            }
             process::exit(i32::from(usage_exit_code(&error)));
         }
     };
@@ -80,6 +84,47 @@ fn usage_exit_code(error: &clap::Error) -> u8 {
         return EXIT_FAILED;
     }
     // The codes of `run` and `exec` are the command's own: a usage error must not look like one of those.
-    let verb = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
-    if matches!(verb.as_deref(), Some("run" | "exec")) { EXIT_CLOISTER } else { EXIT_USAGE }
+    if verb_of_work(&std::env::args().collect::<Vec<_>>()).is_some() { EXIT_CLOISTER } else { EXIT_USAGE }
+}
+
+/// Returns `run` or `exec` when the command line begins with it.
+fn verb_of_work(arguments: &[String]) -> Option<&str> {
+    let verb = arguments.iter().skip(1).find(|argument| !argument.starts_with('-'));
+    verb.map(String::as_str).filter(|verb| matches!(*verb, "run" | "exec"))
+}
+
+/// Returns what to do where people leave out the `--` that other tools do not ask for.
+fn usage_hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
+    let verb = verb_of_work(arguments)?;
+    let is_of_command =
+        matches!(error.kind(), ErrorKind::UnknownArgument | ErrorKind::MissingRequiredArgument);
+    if !is_of_command || arguments.iter().any(|argument| argument == "--") {
+        return None;
+    }
+    let before = if verb == "exec" { "exec SESSION" } else { "run" };
+    Some(format!("put `--` before the command that is to run inside: `cloister {before} -- ls -la`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_without_dashes_before_it_gets_the_hint_and_other_mistakes_do_not() {
+        let hint = |arguments: &[&str]| {
+            let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+            let error = Cli::try_parse_from(&arguments).unwrap_err();
+            usage_hint(&error, &arguments)
+        };
+        assert!(
+            hint(&["cloister", "exec", "box", "ls"]).is_some_and(|hint| hint.contains("exec SESSION -- "))
+        );
+        assert!(
+            hint(&["cloister", "--json", "run", "ls", "-la"]).is_some_and(|hint| hint.contains("run -- "))
+        );
+        assert!(hint(&["cloister", "run"]).is_some());
+        assert_eq!(hint(&["cloister", "run", "--no-such-flag", "--", "ls"]), None);
+        assert_eq!(hint(&["cloister", "run", "--timeout", "never", "--", "ls"]), None);
+        assert_eq!(hint(&["cloister", "session", "create", "box"]), None);
+    }
 }

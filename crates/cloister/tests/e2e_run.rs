@@ -27,10 +27,25 @@ fn the_exit_code_is_the_commands_own_and_nothing_stays() {
     up.run(&["run", "--", "no-such-program"]).expect(127).says(&["not started", "hint:"]);
     up.run(&["run", "--", "/etc/passwd"]).expect(126).says(&["not started"]);
     // Our own failures are 125, a command line that makes no sense included.
-    up.run(&["run", "true"]).expect(125);
+    up.run(&["run", "true"]).expect(125).says(&["hint: put `--` before the command"]);
+    up.run(&["run", "--pids", "0", "--", "true"]).expect(125).says(&["leave the flag out"]);
+    up.run(&["run", "-u", "nobody-here", "--", "true"]).expect(126).says(&["nobody-here", "`--user`"]);
     up.run(&["run", "--isolation", "microvm", "--", "true"]).expect(125).says(&["error:"]);
     up.run(&["exec", "nobody", "--", "true"]).expect(125).says(&["error:", "hint:"]);
     up.run(&["run", "--memory", "1", "--", "true"]).expect(125).says(&["memory"]);
+    assert_eq!(up.json(&["session", "list"])["sessions"].as_array().map_or(0, Vec::len), 0);
+}
+
+#[test]
+fn the_scene_that_a_newcomer_sees_ends_as_it_announces() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    let scene = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/scene/scene.sh");
+    let played = up.program("bash").arg(scene).env("CLOISTER", support::CLOISTER).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&played.stdout), String::from_utf8_lossy(&played.stderr));
+    assert!(played.status.success(), "{out}{err}");
     assert_eq!(up.json(&["session", "list"])["sessions"].as_array().map_or(0, Vec::len), 0);
 }
 

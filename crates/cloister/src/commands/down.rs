@@ -56,7 +56,13 @@ impl DownArgs {
         }
         let answer = serde_json::json!({"wasRunning": was_running, "purged": self.purge});
         terminal.either(&answer, || {
-            let stopped = if was_running { "Cloister is down" } else { "Cloister was not running" };
+            let stopped = if was_running && !self.purge {
+                "Cloister is down; sessions that ran are paused, `cloister up` finds their files"
+            } else if was_running {
+                "Cloister is down"
+            } else {
+                "Cloister was not running"
+            };
             if self.purge { format!("{stopped}; its data is removed") } else { stopped.to_owned() }
         })?;
         Ok(0)

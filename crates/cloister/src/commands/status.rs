@@ -13,7 +13,7 @@ use crate::terminal::{Table, Terminal, Tone};
 
 /// Show what runs on this machine
 ///
-/// The exit code is 0 when everything runs, 3 when something does not.
+/// The exit code is 0 when everything runs and the API answers, 3 when not.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
     #[command(flatten)]
@@ -50,7 +50,7 @@ impl StatusArgs {
             up.as_ref().is_some_and(|up| up.ready && up.roles.iter().all(|role| role.pid.is_some()));
         let status = Status { running, up, api: api(invocation).await };
         terminal.either(&status, || describe(terminal, &status))?;
-        Ok(if status.running { 0 } else { EXIT_NOT_RUNNING })
+        Ok(if status.running && status.api.reachable { 0 } else { EXIT_NOT_RUNNING })
     }
 }
 

@@ -117,9 +117,15 @@ impl Up {
 
     /// Returns a command of the binary that uses this installation.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(CLOISTER);
+        let mut command = self.program(CLOISTER);
+        command.args(arguments);
         command
-            .args(arguments)
+    }
+
+    /// Returns a command of another program, whose calls of the binary use this installation.
+    pub(crate) fn program(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command
             .env("CLOISTER_CONFIG", self.path("config.toml"))
             .env("CLOISTER_DATA_DIR", self.path("data"))
             .env("CLOISTER_RUN_DIR", self.path("run"))

@@ -222,14 +222,15 @@ fn exit(reason: ExitReason, code: i32, signal: i32, message: String, output_byte
 }
 
 fn message(reason: ExitReason, signal: i32, spec: &ExecSpec) -> String {
-    let millis = |limit: Option<Duration>| limit.map_or(0, |limit| limit.as_millis());
+    // As it was asked for: `1s`, `1.5s`, `250ms`.
+    let limit = |limit: Option<Duration>| format!("{:?}", limit.unwrap_or_default());
     match reason {
         ExitReason::Signaled => format!("the program was ended by signal {signal}"),
         ExitReason::Timeout => {
-            format!("the program ran longer than {} ms and was killed", millis(spec.timeout))
+            format!("the program ran longer than {} and was killed", limit(spec.timeout))
         }
         ExitReason::NoOutputTimeout => {
-            format!("the program printed nothing for {} ms and was killed", millis(spec.no_output_timeout))
+            format!("the program printed nothing for {} and was killed", limit(spec.no_output_timeout))
         }
         ExitReason::Exited | ExitReason::OutOfMemory | ExitReason::NotStarted | ExitReason::SandboxGone => {
             String::new()
