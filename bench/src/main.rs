@@ -8,6 +8,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for people")]
 
 mod cloister;
+mod floor;
 mod machine;
 mod peer;
 mod report;
@@ -22,6 +23,7 @@ use clap::Parser;
 use cloister_api::common::Limits;
 
 use crate::cloister::{Cloister, Target};
+use crate::floor::Floor;
 use crate::peer::Peer;
 use crate::report::Report;
 use crate::sample::{Sample, millis};
@@ -29,6 +31,8 @@ use crate::sample::{Sample, millis};
 const RESULTS: &str = "bench/results.md";
 const DISK_BYTES: u64 = 32 * 1024 * 1024;
 const COMMAND: &str = "cargo run --release -p cloister-bench";
+/// Pause before each measured exec, of ours as of theirs: the kernel goes on taking the one before down after its end.
+const SETTLE_PAUSE: Duration = Duration::from_millis(30);
 /// Pause before a create of the unhurried kind: longer than a host needs to refill what it keeps ready.
 const UNHURRIED_PAUSE: Duration = Duration::from_millis(300);
 
@@ -140,8 +144,10 @@ async fn create(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut
             not_ready += 1;
         }
         for (peer, sample) in peers.iter_mut().zip(&mut theirs) {
+            tokio::time::sleep(UNHURRIED_PAUSE).await;
             sample.add(peer.create_and_run()?);
         }
+        tokio::time::sleep(UNHURRIED_PAUSE).await;
         let unready = create_once(cloister, unexpected_limits(run)).await?;
         if !unready.was_ready {
             empty.add(unready.elapsed);
@@ -220,12 +226,17 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
     let session = cloister.create(limits()).await?.id;
     let mut ours = Sample::default();
     let mut theirs: Vec<(String, Sample)> = Vec::new();
+    let mut floor = Floor::new()?;
     cloister.exec(&session, &["true"]).await?;
     for _ in 0..runs {
+        tokio::time::sleep(SETTLE_PAUSE).await;
+        floor.measure()?;
+        tokio::time::sleep(SETTLE_PAUSE).await;
         let begin = Instant::now();
         cloister.exec(&session, &["true"]).await?;
         ours.add(begin.elapsed());
         for peer in peers.iter_mut() {
+            tokio::time::sleep(SETTLE_PAUSE).await;
             let Some(elapsed) = peer.exec()? else { continue };
             let name = format!("{} exec", peer.name);
             match theirs.iter_mut().find(|(known, _)| *known == name) {
@@ -239,14 +250,22 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
         }
     }
     cloister.delete(&session).await?;
-    let p50 = ours.p50();
+    let (p50, floor_p50) = (ours.p50(), floor.program.p50() + floor.commit.p50());
     let baseline = theirs.first().map_or_else(String::new, |(name, _)| name.clone());
     let mut rows = vec![("Cloister exec".to_owned(), ours)];
     rows.extend(theirs);
+    rows.push(("floor: `true`, started bare".to_owned(), floor.program));
+    rows.push(("floor: 8 KiB on the disk, as of one commit".to_owned(), floor.commit));
     report.section("Exec round trip");
     report.line("From asking for `true` in a sandbox that runs to its exit record.\n");
     report.times(&rows, &baseline);
     report.aim("p50 of an exec round trip", p50, Duration::from_micros(1500));
+    report.line(&format!(
+        "\nOf a round trip, {} ms are the two floors: starting the program, and the audit entry that is durable before it \
+         starts. {} ms are Cloister's own.",
+        millis(floor_p50),
+        millis(p50.saturating_sub(floor_p50))
+    ));
     Ok(())
 }
 
