@@ -102,6 +102,32 @@ impl Cloister {
         Ok(answer.into_owned().version)
     }
 
+    /// Asks for a session: one read of the store.
+    ///
+    /// # Errors
+    ///
+    /// When the call fails.
+    pub(crate) async fn get_session(&self, session: &str) -> Result<()> {
+        let request = app::GetSessionRequest { session: session.to_owned(), ..Default::default() };
+        self.connection.sessions().get_session(request).await.context("get a session")?;
+        Ok(())
+    }
+
+    /// Asks for an exec: a read of the store, and a question to the shim by way of the host agent.
+    ///
+    /// # Errors
+    ///
+    /// When the call fails.
+    pub(crate) async fn get_exec(&self, session: &str, exec_id: &str) -> Result<()> {
+        let request = app::GetExecRequest {
+            session: session.to_owned(),
+            exec_id: exec_id.to_owned(),
+            ..Default::default()
+        };
+        self.connection.execs().get_exec(request).await.context("get an exec")?;
+        Ok(())
+    }
+
     /// Creates a session and returns it once its sandbox runs.
     ///
     /// # Errors
@@ -128,12 +154,12 @@ impl Cloister {
         Ok(Made { id: session.id.clone(), was_ready })
     }
 
-    /// Runs a command to its end.
+    /// Runs a command to its end and returns the exec's id.
     ///
     /// # Errors
     ///
     /// When it does not exit with 0.
-    pub(crate) async fn exec(&self, session: &str, argv: &[&str]) -> Result<()> {
+    pub(crate) async fn exec(&self, session: &str, argv: &[&str]) -> Result<String> {
         let spec = ExecSpec { argv: argv.iter().map(ToString::to_string).collect(), ..Default::default() };
         let start = AttachStart {
             request_id: request_id(),
@@ -146,12 +172,19 @@ impl Cloister {
         let first = AttachExecRequest { request: Some(Request::from(start)), ..Default::default() };
         // When this fails, the receiving half says why.
         let _ = sender.send(first).await;
+        let mut id = String::new();
         loop {
             let message = receiver.message().await.context("read an exec stream")?;
             let Some(message) = message else { bail!("the exec's stream was cut") };
-            let Some(Response::Frame(frame)) = message.to_owned_message().response else { continue };
-            if let Some(Frame::Exit(exit)) = frame.frame {
-                return check(&exit);
+            match message.to_owned_message().response {
+                Some(Response::Started(exec)) => id.clone_from(&exec.id),
+                Some(Response::Frame(frame)) => {
+                    if let Some(Frame::Exit(exit)) = frame.frame {
+                        check(&exit)?;
+                        return Ok(id);
+                    }
+                }
+                None => {}
             }
         }
     }

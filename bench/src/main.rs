@@ -184,6 +184,13 @@ async fn create(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut
     Ok(())
 }
 
+/// Returns how long a call takes after a pause, so that it starts as cold as what it is compared with.
+async fn timed<T>(call: impl Future<Output = Result<T>>) -> Result<Duration> {
+    tokio::time::sleep(SETTLE_PAUSE).await;
+    let begin = Instant::now();
+    call.await.map(|_| begin.elapsed())
+}
+
 /// A session that was made, used and deleted.
 struct Once {
     /// From asking for it to the end of its first command.
@@ -198,7 +205,7 @@ async fn create_once(cloister: &Cloister, limits: Limits) -> Result<Once> {
     let result = cloister.exec(&session.id, &["true"]).await;
     let elapsed = begin.elapsed();
     cloister.delete(&session.id).await?;
-    result.map(|()| Once { elapsed, was_ready: session.was_ready })
+    result.map(|_| Once { elapsed, was_ready: session.was_ready })
 }
 
 /// Returns the CPU time that one create costs the machine, with making the next sandbox ready.
@@ -227,14 +234,15 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
     let mut ours = Sample::default();
     let mut theirs: Vec<(String, Sample)> = Vec::new();
     let mut floor = Floor::new()?;
-    cloister.exec(&session, &["true"]).await?;
+    let (mut nothing, mut read, mut hop) = (Sample::default(), Sample::default(), Sample::default());
+    let earlier = cloister.exec(&session, &["true"]).await?;
     for _ in 0..runs {
         tokio::time::sleep(SETTLE_PAUSE).await;
         floor.measure()?;
-        tokio::time::sleep(SETTLE_PAUSE).await;
-        let begin = Instant::now();
-        cloister.exec(&session, &["true"]).await?;
-        ours.add(begin.elapsed());
+        nothing.add(timed(cloister.version()).await?);
+        read.add(timed(cloister.get_session(&session)).await?);
+        hop.add(timed(cloister.get_exec(&session, &earlier)).await?);
+        ours.add(timed(cloister.exec(&session, &["true"])).await?);
         for peer in peers.iter_mut() {
             tokio::time::sleep(SETTLE_PAUSE).await;
             let Some(elapsed) = peer.exec()? else { continue };
@@ -254,6 +262,9 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
     let baseline = theirs.first().map_or_else(String::new, |(name, _)| name.clone());
     let mut rows = vec![("Cloister exec".to_owned(), ours)];
     rows.extend(theirs);
+    rows.push(("part: a call that asks nobody".to_owned(), nothing));
+    rows.push(("part: the same, and a read of the store".to_owned(), read));
+    rows.push(("part: the same, and a question to the shim".to_owned(), hop));
     rows.push(("floor: `true`, started bare".to_owned(), floor.program));
     rows.push(("floor: 8 KiB on the disk, as of one commit".to_owned(), floor.commit));
     report.section("Exec round trip");

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use buffa::Message as _;
 use connectrpc::client::{ClientConfig, Http2Connection, SharedHttp2Connection};
-use connectrpc::{CompressionRegistry, ConnectError};
+use connectrpc::{CompressionRegistry, ConnectError, ErrorCode};
 use http::{HeaderMap, HeaderValue, Uri};
 
 use crate::app::{
@@ -196,6 +196,14 @@ impl Connection {
     pub fn host_link(&self) -> HostLinkServiceClient<SharedHttp2Connection> {
         HostLinkServiceClient::new(self.transport.clone(), self.config.clone())
     }
+}
+
+/// Returns whether a call got no answer of Cloister, so that the same call with the same request id may be sent again.
+///
+/// A connection that breaks before the headers of the answer is `unavailable`; one that breaks after them is `internal` to
+/// the library (`failed to read response body`). What a coordinator answers always carries an [`ErrorDetail`].
+pub fn is_unanswered(error: &ConnectError) -> bool {
+    matches!(error.code, ErrorCode::Unavailable | ErrorCode::Internal) && error_detail(error).is_none()
 }
 
 /// Returns the detail that every error of the app API carries; `None` for errors that arose on the way.

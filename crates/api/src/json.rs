@@ -1,7 +1,8 @@
-//! Which JSON fields a request may have.
+//! Which JSON fields a request may have, and which of them are objects and lists.
 //!
-//! The runtime ignores fields that it does not know, so that a misspelt limit would run without one. This module
-//! finds the first such field in a request, from a table generated out of `proto/`.
+//! The runtime ignores fields that it does not know, so that a misspelt limit would run without one, and takes a list for
+//! a message, with its fields by position. This module finds the first such fault in a request, from a table generated
+//! out of `proto/`.
 
 use serde_json::Value;
 
@@ -40,43 +41,58 @@ pub enum JsonShape {
     Map(&'static str),
 }
 
-/// A field that the message does not have.
+/// What is wrong with the JSON of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UnknownField {
-    /// Where it stands, for example `limits.memoryByte`.
+pub struct JsonFault {
+    /// Where, for example `limits.memoryByte`; empty for the request itself.
     pub path: String,
-    /// Its last part.
-    pub name: String,
-    /// The fields that may stand there.
-    pub accepted: Vec<&'static str>,
+    /// What.
+    pub kind: FaultKind,
 }
 
-/// Returns the first field of `value` that the message `name` does not have. A message that is not in the table,
-/// and a value of the wrong shape, are left to the decoder.
-pub fn unknown_field(name: &str, value: &Value) -> Option<UnknownField> {
+/// Kinds of [`JsonFault`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FaultKind {
+    /// The message has no such field.
+    UnknownField {
+        /// The last part of the path.
+        name: String,
+        /// The fields that may stand there.
+        accepted: Vec<&'static str>,
+    },
+    /// A message that is no object.
+    NoObject,
+}
+
+/// Returns the first fault of `value` as the message `name`. A message that is not in the table and a scalar are left to
+/// the decoder, and so is `null`, which stands for a field that is not set.
+pub fn fault(name: &str, value: &Value) -> Option<JsonFault> {
     let message = message(name)?;
-    for (key, inner) in value.as_object()? {
+    let fields = match value {
+        Value::Object(fields) => fields,
+        Value::Null => return None,
+        _ => return Some(JsonFault { path: String::new(), kind: FaultKind::NoObject }),
+    };
+    for (key, inner) in fields {
+        let shown = || key.chars().take(64).collect::<String>();
         let Some(field) = message.fields.iter().find(|field| field.json == key || field.proto == key) else {
-            let shown: String = key.chars().take(64).collect();
-            return Some(UnknownField {
-                path: shown.clone(),
-                name: shown,
-                accepted: message.fields.iter().map(|field| field.json).collect(),
-            });
+            let accepted = message.fields.iter().map(|field| field.json).collect();
+            let kind = FaultKind::UnknownField { name: shown(), accepted };
+            return Some(JsonFault { path: shown(), kind });
         };
         let found = match field.shape {
             JsonShape::Scalar => None,
-            JsonShape::Message(name) => unknown_field(name, inner),
+            JsonShape::Message(name) => fault(name, inner),
             JsonShape::List(name) => {
-                inner.as_array().into_iter().flatten().find_map(|item| unknown_field(name, item))
+                inner.as_array().into_iter().flatten().find_map(|item| fault(name, item))
             }
             JsonShape::Map(name) => {
-                inner.as_object().into_iter().flatten().find_map(|(_, item)| unknown_field(name, item))
+                inner.as_object().into_iter().flatten().find_map(|(_, item)| fault(name, item))
             }
         };
-        if let Some(mut unknown) = found {
-            unknown.path = format!("{key}.{}", unknown.path);
-            return Some(unknown);
+        if let Some(inner) = found {
+            let path = if inner.path.is_empty() { shown() } else { format!("{key}.{}", inner.path) };
+            return Some(JsonFault { path, ..inner });
         }
     }
     None
@@ -106,11 +122,28 @@ mod tests {
         let name = "cloister.app.v1.CreateSessionRequest";
         let good =
             json!({"requestId": "a", "wait_ms": "1", "labels": {"any": "x"}, "limits": {"memoryBytes": "1"}});
-        assert_eq!(unknown_field(name, &good), None);
+        assert_eq!(fault(name, &good), None);
         let wrong = json!({"limits": {"memoryByte": "1"}});
-        let unknown = unknown_field(name, &wrong).expect("it has no such field");
-        assert_eq!(unknown.path, "limits.memoryByte");
-        assert_eq!(unknown.accepted, ["cpuMillis", "diskBytes", "memoryBytes", "pids"]);
-        assert!(unknown_field("cloister.app.v1.StartExecRequest", &json!({"spec": {"argvs": []}})).is_some());
+        let found = fault(name, &wrong).expect("it has no such field");
+        assert_eq!(found.path, "limits.memoryByte");
+        let FaultKind::UnknownField { name: last, accepted } = found.kind else { panic!("{found:?}") };
+        assert_eq!(last, "memoryByte");
+        assert_eq!(accepted, ["cpuMillis", "diskBytes", "memoryBytes", "pids"]);
+        assert!(fault("cloister.app.v1.StartExecRequest", &json!({"spec": {"argvs": []}})).is_some());
+    }
+
+    #[test]
+    fn a_list_is_no_message_at_any_depth() {
+        let name = "cloister.app.v1.CreateSessionRequest";
+        for (request, path) in [
+            (json!(["a", "b"]), ""),
+            (json!([]), ""),
+            (json!("a"), ""),
+            (json!({"requestId": "a", "limits": [67_108_864]}), "limits"),
+        ] {
+            let found = fault(name, &request).expect("it is no object");
+            assert_eq!((found.path.as_str(), found.kind), (path, FaultKind::NoObject));
+        }
+        assert_eq!(fault(name, &json!({"limits": null})), None);
     }
 }

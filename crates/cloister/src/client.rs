@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use cloister_api::connection::{Connection, Endpoint};
+use cloister_api::connection::{Connection, Endpoint, is_unanswered};
 use connectrpc::client::CallOptions;
 use connectrpc::{ConnectError, ErrorCode};
 
@@ -93,10 +93,12 @@ impl Client {
         loop {
             match attempt().await {
                 Ok(answer) => return Ok(answer),
-                Err(error) if error.code == ErrorCode::Unavailable => match pauses.next() {
-                    Some(pause) => tokio::time::sleep(Duration::from_millis(*pause)).await,
-                    None => return Err(self.error(&error)),
-                },
+                Err(error) if error.code == ErrorCode::Unavailable || is_unanswered(&error) => {
+                    match pauses.next() {
+                        Some(pause) => tokio::time::sleep(Duration::from_millis(*pause)).await,
+                        None => return Err(self.error(&error)),
+                    }
+                }
                 Err(error) => return Err(self.error(&error)),
             }
         }

@@ -7,7 +7,7 @@
 use std::io;
 
 use cloister_api::app;
-use cloister_api::connection::error_detail;
+use cloister_api::connection::{error_detail, is_unanswered};
 use connectrpc::{ConnectError, ErrorCode};
 
 /// Exit code of a command that failed (other than `run` and `exec`).
@@ -100,7 +100,7 @@ impl CliError {
     /// Returns the error of a call, without looking at where it went.
     pub(crate) fn from_connect(endpoint: &str, error: &ConnectError) -> Self {
         let detail = error_detail(error);
-        if error.code == ErrorCode::Unavailable && detail.is_none() {
+        if is_unanswered(error) {
             return Self::Unreachable { endpoint: endpoint.to_owned(), reason: chain(error) };
         }
         let message = error.message.clone().unwrap_or_else(|| error.code.as_str().replace('_', " "));
@@ -229,5 +229,9 @@ mod tests {
         let error = CliError::from_connect("http://127.0.0.1:1", &ConnectError::unavailable("refused"));
         assert!(error.to_string().contains("http://127.0.0.1:1"), "{error}");
         assert!(error.hint().is_some_and(|hint| hint.contains("cloister up")));
+        // The connection broke between the headers of an answer and its end.
+        let torn =
+            CliError::from_connect("http://x", &ConnectError::internal("failed to read response body"));
+        assert!(matches!(torn, CliError::Unreachable { .. }), "{torn:?}");
     }
 }

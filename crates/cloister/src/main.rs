@@ -32,7 +32,7 @@ fn main() {
         Err(error) => {
             // A closed standard error is no reason to exit otherwise.
             let _ = error.print();
-            if let Some(hint) = usage_hint(&error, &std::env::args().collect::<Vec<_>>()) {
+            if let Some(hint) = usage_hint(&error, &arguments()) {
                 Terminal::new(false).hint(hint);
             }
             process::exit(i32::from(usage_exit_code(&error)));
@@ -84,7 +84,12 @@ fn usage_exit_code(error: &clap::Error) -> u8 {
         return EXIT_FAILED;
     }
     // The codes of `run` and `exec` are the command's own: a usage error must not look like one of those.
-    if verb_of_work(&std::env::args().collect::<Vec<_>>()).is_some() { EXIT_CLOISTER } else { EXIT_USAGE }
+    if verb_of_work(&arguments()).is_some() { EXIT_CLOISTER } else { EXIT_USAGE }
+}
+
+/// Returns the command line; what is no text in it is shown as what it is not.
+fn arguments() -> Vec<String> {
+    std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect()
 }
 
 /// Returns `run` or `exec` when the command line begins with it.

@@ -10,6 +10,7 @@
 mod support;
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStrExt as _;
 use std::process::Stdio;
 
 use support::{Up, can_run, kill, wait_for};
@@ -28,6 +29,9 @@ fn the_exit_code_is_the_commands_own_and_nothing_stays() {
     up.run(&["run", "--", "/etc/passwd"]).expect(126).says(&["not started"]);
     // Our own failures are 125, a command line that makes no sense included.
     up.run(&["run", "true"]).expect(125).says(&["hint: put `--` before the command"]);
+    let not_text = std::ffi::OsStr::from_bytes(b"\xff\xfe");
+    let finished = up.command(&["run", "--", "echo"]).arg(not_text).output().unwrap();
+    assert_eq!(finished.status.code(), Some(125), "{finished:?}");
     up.run(&["run", "--pids", "0", "--", "true"]).expect(125).says(&["leave the flag out"]);
     up.run(&["run", "-u", "nobody-here", "--", "true"]).expect(126).says(&["nobody-here", "`--user`"]);
     up.run(&["run", "--isolation", "microvm", "--", "true"]).expect(125).says(&["error:"]);
@@ -47,6 +51,22 @@ fn the_scene_that_a_newcomer_sees_ends_as_it_announces() {
     let (out, err) = (String::from_utf8_lossy(&played.stdout), String::from_utf8_lossy(&played.stderr));
     assert!(played.status.success(), "{out}{err}");
     assert_eq!(up.json(&["session", "list"])["sessions"].as_array().map_or(0, Vec::len), 0);
+}
+
+#[test]
+fn a_program_cannot_make_the_guest_agent_wait_for_it() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    up.run(&["session", "create", "--name", "box"]).expect(0);
+    up.run(&["exec", "-u", "nobody", "box", "--", "true"]).expect(0);
+    // The agent looks users up in this file, which belongs to the root inside.
+    up.run(&["exec", "box", "--", "sh", "-c", "rm /etc/passwd && mkfifo /etc/passwd"]).expect(0);
+    up.run(&["exec", "-u", "nobody", "box", "--", "true"])
+        .expect(126)
+        .says(&["/etc/passwd", "no regular file"]);
+    up.run(&["exec", "box", "--", "true"]).expect(0);
 }
 
 #[test]

@@ -49,14 +49,14 @@ pub enum ClientError {
     /// An answer that means nothing.
     #[error("read the shim's answer")]
     Convert(#[from] ConvertError),
-    /// No such exec.
-    #[error("{0}")]
+    /// No such exec; says which.
+    #[error("{0} is not in this sandbox")]
     NotFound(String),
     /// It can never be done as asked.
     #[error("{0}")]
     Invalid(String),
-    /// The request id or exec id was used before with another payload.
-    #[error("{0}")]
+    /// The request id or exec id was used before with another payload; says which.
+    #[error("{0} was used before with another payload")]
     Conflict(String),
     /// The sandbox has ended.
     #[error("{0}")]

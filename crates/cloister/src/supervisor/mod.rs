@@ -177,7 +177,7 @@ impl Supervisor {
     /// Keeps `up.json` true until `stop` ends.
     pub(crate) async fn watch(&mut self, stop: impl Future<Output = ()>) -> Result<(), CliError> {
         tokio::pin!(stop);
-        // PostgreSQL is restarted by its own supervisor, which tells nobody: its pid file is looked at.
+        // PostgreSQL is restarted by its own supervisor, which does not say as which process: its pid file is looked at.
         let mut look = tokio::time::interval(LOOK_PERIOD);
         let mut saved = None;
         loop {
@@ -233,11 +233,11 @@ impl Supervisor {
         let pid = i32::try_from(std::process::id()).unwrap_or_default();
         let layout = &self.options.layout;
         let mut roles = Vec::new();
-        if self.postgres.is_some() {
+        if let Some(running) = &self.postgres {
             roles.push(RoleRecord {
                 name: "postgres".into(),
                 pid: postgres::postmaster_pid(layout),
-                restarts: 0,
+                restarts: running.state.borrow().restarts,
             });
         }
         for running in [&self.coordinator, &self.host].into_iter().flatten() {
@@ -276,7 +276,18 @@ impl Supervisor {
         let (sender, state) = watch::channel(ChildState::default());
         let token = stop.clone();
         self.tasks.spawn(POSTGRES, async move {
-            let result = postgres.supervise(token).await;
+            let mut restarts = postgres.restarts();
+            let supervised = postgres.supervise(token);
+            tokio::pin!(supervised);
+            let result = loop {
+                tokio::select! {
+                    result = &mut supervised => break result,
+                    Ok(()) = restarts.changed() => {
+                        let count = *restarts.borrow_and_update();
+                        sender.send_modify(|state| state.restarts = count);
+                    }
+                }
+            };
             drop(sender);
             result.map_err(|error| error_chain(&error))
         });

@@ -10,7 +10,7 @@ use cloister_api::app::{
 };
 use cloister_api::common::output_frame::Frame;
 use cloister_api::common::{Exec, ExecSpec, Limits};
-use cloister_api::connection::{Connection, error_detail};
+use cloister_api::connection::{Connection, error_detail, is_unanswered};
 use connectrpc::client::CallOptions;
 use connectrpc::{ConnectError, ErrorCode};
 
@@ -238,5 +238,6 @@ pub(crate) fn wait_ms() -> u64 {
 fn is_cut(error: &ConnectError) -> bool {
     let host_failed = error_detail(error).is_some_and(|detail| detail.code == "CL1017");
     matches!(error.code, ErrorCode::Unavailable | ErrorCode::DeadlineExceeded | ErrorCode::Aborted)
+        || is_unanswered(error)
         || host_failed
 }

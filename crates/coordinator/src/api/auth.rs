@@ -20,6 +20,7 @@ use http::HeaderMap;
 use http::header::AUTHORIZATION;
 
 use crate::app::authenticate::Authenticator;
+use crate::db::TokenHash;
 use crate::error::{self, AppError};
 
 const APP_PREFIX: &str = "/cloister.app.v1.";
@@ -49,10 +50,13 @@ async fn app(authenticator: &Authenticator, request: &mut Request) -> Result<(),
     let bearer = bearer(request.headers())?;
     match authenticator.caller(bearer).await? {
         Some(principal) => {
+            let token = TokenHash::of(bearer);
             request.extensions_mut().insert(principal);
+            // For streams, which outlast this look.
+            request.extensions_mut().insert(token);
             Ok(())
         }
-        None => Err(unauthenticated("the token is unknown, expired or revoked")),
+        None => Err(revoked()),
     }
 }
 
@@ -75,6 +79,11 @@ fn bearer(headers: &HeaderMap) -> Result<&str, AppError> {
         .filter(|(scheme, token)| scheme.eq_ignore_ascii_case("bearer") && !token.is_empty())
         .map(|(_, token)| token.trim())
         .ok_or_else(|| unauthenticated("the `authorization` header is not of the form `Bearer TOKEN`"))
+}
+
+/// Returns what a caller is told whose token is none, or none any more.
+pub(crate) fn revoked() -> AppError {
+    unauthenticated("the token is unknown, expired or revoked")
 }
 
 fn unauthenticated(message: &str) -> AppError {

@@ -1,15 +1,17 @@
-//! Around every call: unknown JSON fields are refused, and what came of it is counted.
+//! Around every call: unknown JSON fields are refused, errors of the runtime get our detail, and what came of it is
+//! counted.
 //!
-//! The runtime would ignore a field that it does not know. Here the raw JSON of every message, unary or on a stream,
-//! is compared with the table generated out of `proto/` before it is decoded.
+//! The runtime would ignore a field that it does not know, and take a list for a message. Here the raw JSON of every
+//! message, unary or on a stream, is compared with the table generated out of `proto/` before it is decoded.
 
 use std::time::Instant;
 
 use cloister_api::access::rpc_access;
-use cloister_api::json::unknown_field;
+use cloister_api::connection::error_detail;
+use cloister_api::json::{FaultKind, fault};
 use cloister_service::config::nearest;
 use connectrpc::interceptor::{Next, NextStream, StreamRequest, StreamResponse, UnaryRequest, UnaryResponse};
-use connectrpc::{CodecFormat, ConnectError, Interceptor, Payload, PayloadStream};
+use connectrpc::{CodecFormat, ConnectError, ErrorCode, Interceptor, Payload, PayloadStream};
 use futures::StreamExt as _;
 use tracing::Instrument as _;
 
@@ -33,6 +35,7 @@ impl Interceptor for Observe {
             Ok(()) => next.run(request).instrument(span).await,
             Err(error) => Err(error),
         };
+        let result = result.map_err(with_detail);
         count(&path, result.as_ref().err(), started);
         result
     }
@@ -52,7 +55,7 @@ impl Interceptor for Observe {
             check(&checked_path, &payload)?;
             Ok(payload)
         }));
-        let result = next.run(request, inbound).instrument(span).await;
+        let result = next.run(request, inbound).instrument(span).await.map_err(with_detail);
         count(&path, result.as_ref().err(), started);
         result
     }
@@ -63,6 +66,14 @@ fn count(path: &str, error: Option<&ConnectError>, started: Instant) {
     metrics::request(path, status, started.elapsed());
 }
 
+/// Gives a request that the runtime could not decode the detail that every error carries.
+fn with_detail(error: ConnectError) -> ConnectError {
+    if error.code != ErrorCode::InvalidArgument || error_detail(&error).is_some() {
+        return error;
+    }
+    AppError::new(&error::INVALID_FIELD, error.message.unwrap_or_default()).into()
+}
+
 fn check(path: &str, payload: &Payload) -> Result<(), ConnectError> {
     if payload.format() != CodecFormat::Json {
         return Ok(());
@@ -70,15 +81,20 @@ fn check(path: &str, payload: &Payload) -> Result<(), ConnectError> {
     let Some(access) = rpc_access(path) else { return Ok(()) };
     // A body that is no JSON is the decoder's to refuse.
     let Ok(value) = serde_json::from_slice::<serde_json::Value>(payload.bytes()) else { return Ok(()) };
-    let Some(unknown) = unknown_field(access.request, &value) else { return Ok(()) };
-    let hint = match nearest(&unknown.name, unknown.accepted.iter().copied()) {
-        Some(near) => format!("did you mean `{near}`?"),
-        None if unknown.accepted.is_empty() => "this message has no fields".to_owned(),
-        None => format!("there are: {}", unknown.accepted.join(", ")),
+    let Some(fault) = fault(access.request, &value) else { return Ok(()) };
+    let (code, message) = match &fault.kind {
+        FaultKind::UnknownField { name, accepted } => {
+            let hint = match nearest(name, accepted.iter().copied()) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None if accepted.is_empty() => "this message has no fields".to_owned(),
+                None => format!("there are: {}", accepted.join(", ")),
+            };
+            (&error::UNKNOWN_FIELD, format!("the request has no field `{}`; {hint}", fault.path))
+        }
+        FaultKind::NoObject if fault.path.is_empty() => {
+            (&error::INVALID_FIELD, "the request is not a JSON object".to_owned())
+        }
+        FaultKind::NoObject => (&error::INVALID_FIELD, format!("`{}` is not a JSON object", fault.path)),
     };
-    Err(AppError {
-        field: unknown.path.clone(),
-        ..AppError::new(&error::UNKNOWN_FIELD, format!("the request has no field `{}`; {hint}", unknown.path))
-    }
-    .into())
+    Err(AppError { field: fault.path, ..AppError::new(code, message) }.into())
 }

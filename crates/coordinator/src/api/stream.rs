@@ -10,18 +10,39 @@ use cloister_api::app::{
 use connectrpc::{
     ConnectError, InboundStream, RequestContext, Response, ServiceRequest, ServiceResult, ServiceStream,
 };
-use futures::{StreamExt as _, TryStreamExt as _};
+use futures::{Stream, StreamExt as _, TryStreamExt as _};
 
 use super::exec::spec;
 use super::session::event_to_proto;
-use super::{Api, field};
+use super::{Api, auth, field};
 use crate::app::Resource;
 use crate::app::exec::AttachTo;
 use crate::app::relay::Attached;
+use crate::db::TokenHash;
 use crate::error::{self, AppError};
 
 /// How long a caller may take for the first message.
 const FIRST_MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
+
+impl Api {
+    /// Ends a stream with an error once its caller's token is none any more.
+    fn while_valid<T: Send + 'static>(
+        &self,
+        ctx: &RequestContext,
+        stream: impl Stream<Item = Result<T, ConnectError>> + Send + 'static,
+    ) -> ServiceStream<T> {
+        let Some(token) = ctx.extensions().get::<TokenHash>() else { return Box::pin(stream) };
+        let state = Some((Box::pin(stream), Box::pin(self.app.until_revoked(*token))));
+        Box::pin(futures::stream::unfold(state, |state| async move {
+            let (mut stream, mut revoked) = state?;
+            tokio::select! {
+                biased;
+                () = &mut revoked => Some((Err(auth::revoked().into()), None)),
+                item = stream.next() => item.map(|item| (item, Some((stream, revoked)))),
+            }
+        }))
+    }
+}
 
 #[allow(refining_impl_trait, reason = "the generated trait hides the response type; naming it is clearer")]
 impl StreamsService for Api {
@@ -38,7 +59,7 @@ impl StreamsService for Api {
             event: event_to_proto(&event).into(),
             ..Default::default()
         });
-        Ok(Response::new(Box::pin(stream)))
+        Ok(Response::new(self.while_valid(&ctx, stream)))
     }
 
     async fn read_output(
@@ -61,7 +82,7 @@ impl StreamsService for Api {
                 .map_err(ConnectError::from);
             Some((item, relay))
         });
-        Ok(Response::new(Box::pin(stream)))
+        Ok(Response::new(self.while_valid(&ctx, stream)))
     }
 
     async fn attach_exec(
@@ -113,6 +134,6 @@ impl StreamsService for Api {
             })
             .map_err(ConnectError::from)
         });
-        Ok(Response::new(Box::pin(stream)))
+        Ok(Response::new(self.while_valid(&ctx, stream)))
     }
 }

@@ -2,13 +2,15 @@
 //!
 //! An answer of the store is kept for a few seconds, so that a burst of calls does not ask for each. A revocation
 //! through this coordinator empties what is kept at once; one through another takes effect here within
-//! [`KEPT`]. A lookup that was under way during a revocation keeps nothing.
+//! [`KEPT`]. A lookup that was under way during a revocation keeps nothing. A stream asks again while it lasts
+//! ([`Authenticator::until_revoked`]).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use secrecy::{ExposeSecret as _, SecretString};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::authorize::Principal;
@@ -25,6 +27,8 @@ pub(crate) struct Authenticator {
     machines: HashMap<[u8; 32], Arc<Principal>>,
     hosts: Vec<[u8; 32]>,
     kept: Mutex<Kept>,
+    /// Counts the revocations through this coordinator.
+    revocations: watch::Sender<u64>,
 }
 
 #[derive(Default)]
@@ -50,7 +54,7 @@ impl Authenticator {
             })
             .collect();
         let hosts = auth_tokens.iter().map(|bearer| TokenHash::of(bearer.expose_secret()).0).collect();
-        Self { store, machines, hosts, kept: Mutex::default() }
+        Self { store, machines, hosts, kept: Mutex::default(), revocations: watch::Sender::new(0) }
     }
 
     /// Returns whose bearer this is; `None` for an unknown, expired or revoked one.
@@ -59,7 +63,27 @@ impl Authenticator {
     ///
     /// The store does not answer.
     pub(crate) async fn caller(&self, bearer: &str) -> Result<Option<Arc<Principal>>, StoreError> {
-        let hash = TokenHash::of(bearer);
+        self.caller_of(&TokenHash::of(bearer)).await
+    }
+
+    /// Waits until nobody may call with this token any more: it was revoked or has expired. A store that does not answer
+    /// revokes nothing.
+    ///
+    /// # Cancel safety
+    ///
+    /// It may be dropped at any time.
+    pub(crate) async fn until_revoked(&self, token: TokenHash) {
+        let mut revocations = self.revocations.subscribe();
+        loop {
+            // Through another coordinator, or by its time: then the answer that is kept is the measure.
+            let _ = tokio::time::timeout(KEPT, revocations.changed()).await;
+            if matches!(self.caller_of(&token).await, Ok(None)) {
+                return;
+            }
+        }
+    }
+
+    async fn caller_of(&self, hash: &TokenHash) -> Result<Option<Arc<Principal>>, StoreError> {
         if let Some(machine) = self.machines.get(&hash.0) {
             return Ok(Some(Arc::clone(machine)));
         }
@@ -72,7 +96,7 @@ impl Authenticator {
             }
             kept.generation
         };
-        let Some(found) = self.store.authenticate(&hash).await? else { return Ok(None) };
+        let Some(found) = self.store.authenticate(hash).await? else { return Ok(None) };
         // One that expires before the answer would be forgotten is asked for each time.
         let lasts = found.expires_at.is_none_or(|at| at > chrono::Utc::now() + KEPT);
         let principal = Arc::new(Principal::from(found));
@@ -97,6 +121,8 @@ impl Authenticator {
         let mut kept = self.kept();
         kept.generation = kept.generation.wrapping_add(1);
         kept.answers.clear();
+        drop(kept);
+        self.revocations.send_modify(|count| *count = count.wrapping_add(1));
     }
 
     fn kept(&self) -> std::sync::MutexGuard<'_, Kept> {

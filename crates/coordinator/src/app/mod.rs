@@ -22,7 +22,7 @@ use std::sync::Arc;
 use cloister_service::{CancellationToken, TaskRegistry};
 
 use crate::app::authenticate::Authenticator;
-use crate::db::{ChangeFeed, LeaseHolder, Store};
+use crate::db::{ChangeFeed, LeaseHolder, Store, TokenHash};
 use crate::link::HostLinks;
 use crate::reconcile::OpExecutor;
 
@@ -50,6 +50,12 @@ impl App {
         authenticator: Arc<Authenticator>,
     ) -> Self {
         Self { store, links, feed, executor, holder, tasks, authenticator }
+    }
+
+    /// Waits until a caller's token is revoked or has expired; for streams.
+    pub(crate) fn until_revoked(&self, token: TokenHash) -> impl Future<Output = ()> + Send + 'static {
+        let authenticator = Arc::clone(&self.authenticator);
+        async move { authenticator.until_revoked(token).await }
     }
 
     /// Cancelled when the coordinator stops: streams end with a reason then.

@@ -33,6 +33,7 @@ use std::time::{Duration, Instant};
 
 use sqlx::postgres::PgConnectOptions;
 use sqlx::{ConnectOptions as _, Connection as _};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use self::account::Account;
@@ -107,6 +108,7 @@ pub struct PrivatePostgres {
     server: Server,
     started: Instant,
     adopted: bool,
+    restarts: watch::Sender<u32>,
     /// Held until the end: two supervisors of one cluster would restart each other's server.
     _lock: File,
 }
@@ -139,7 +141,17 @@ impl PrivatePostgres {
         };
         ensure_database(&config).await?;
         tracing::info!(pid = server.pid(), adopted, version = binaries.major, "private PostgreSQL is ready");
-        Ok(Self { config, binaries, account, server, started: Instant::now(), adopted, _lock: lock })
+        let restarts = watch::Sender::new(0);
+        Ok(Self {
+            config,
+            binaries,
+            account,
+            server,
+            started: Instant::now(),
+            adopted,
+            restarts,
+            _lock: lock,
+        })
     }
 
     /// Returns how to connect: as a role that owns the database `cloister` and is no superuser.
@@ -155,6 +167,11 @@ impl PrivatePostgres {
     /// Returns whether the server was running already.
     pub fn adopted(&self) -> bool {
         self.adopted
+    }
+
+    /// Returns how often the server was started again, from now on.
+    pub fn restarts(&self) -> watch::Receiver<u32> {
+        self.restarts.subscribe()
     }
 
     /// Watches the server and starts it again when it ends, until `cancel`; then shuts it down cleanly (fast mode).
@@ -193,6 +210,7 @@ impl PrivatePostgres {
                         tracing::info!(pid = server.pid(), "private PostgreSQL is ready again");
                         self.server = server;
                         self.started = Instant::now();
+                        self.restarts.send_modify(|restarts| *restarts += 1);
                         break;
                     }
                     Err(error) => {

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use cloister_api::app::{
-    GetSessionRequest, ListHostsRequest, SessionState, SessionsServiceClient, StreamsServiceClient,
-    WatchSessionRequest,
+    CreateTokenRequest, DeleteSessionRequest, GetSessionRequest, ListHostsRequest, RevokeTokenRequest,
+    SessionState, SessionsServiceClient, StreamsServiceClient, WatchSessionRequest,
 };
 use cloister_api::connection::{Connection, Endpoint};
 use connectrpc::client::{ClientConfig, Http2Connection};
@@ -123,6 +123,66 @@ async fn grpc_and_grpc_web_are_served_on_the_same_port() {
         let refused = nobody.get_session(GetSessionRequest::default()).await;
         assert_code(refused, "CL1001", ErrorCode::Unauthenticated);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_revocation_ends_the_streams_of_its_token_and_no_other() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let _host = FakeHost::connect(&coordinator, 8 << 30).await;
+    let owner = coordinator.owner().await;
+    let session = active_session(&owner, "c1").await;
+    let request =
+        CreateTokenRequest { request_id: "t1".to_owned(), name: "ci".to_owned(), ..Default::default() };
+    let created = owner.tokens().create_token(request).await.expect("create").into_owned();
+    let other = coordinator.connect(&created.secret).await;
+    let watch = WatchSessionRequest { session: session.id.clone(), ..Default::default() };
+    let mut owners = owner.streams().watch_session(watch.clone()).await.expect("watch");
+    let mut others = other.streams().watch_session(watch).await.expect("watch");
+    others.message().await.expect("an event").expect("one");
+    let revoke =
+        RevokeTokenRequest { request_id: "v1".to_owned(), token: "ci".to_owned(), ..Default::default() };
+    owner.tokens().revoke_token(revoke).await.expect("revoke");
+    let error = loop {
+        match others.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("a clean end before `deleted`"),
+            Err(error) => break error,
+        }
+    };
+    assert_code::<()>(Err(error), "CL1001", ErrorCode::Unauthenticated);
+    let delete = DeleteSessionRequest {
+        request_id: "d1".to_owned(),
+        session: session.id.clone(),
+        wait_ms: 30_000,
+        ..Default::default()
+    };
+    owner.sessions().delete_session(delete).await.expect("delete");
+    let mut last = None;
+    while let Some(message) = owners.message().await.expect("the owner's goes on") {
+        last = message.to_owned_message().event.state.as_known();
+    }
+    assert_eq!(last, Some(SessionState::Deleted));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_in_the_place_of_a_message_and_what_cannot_be_decoded_have_a_code() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let create = "/cloister.app.v1.SessionsService/CreateSession";
+    for (body, field) in [
+        (r#"["r1", "name"]"#, ""),
+        (r#"{"requestId": "r1", "limits": [67108864]}"#, "limits"),
+        (r#"{"requestId": "r1", "waitMs": "soon"}"#, ""),
+        ("{", ""),
+    ] {
+        let (status, answer) = coordinator.post(create, Some(coordinator.owner_token()), body).await;
+        assert_eq!(status, 400, "{body}: {answer}");
+        let detail = &answer["details"][0]["debug"];
+        assert_eq!(detail["code"], "CL1003", "{body}: {answer}");
+        assert_eq!(detail["field"].as_str().unwrap_or_default(), field, "{body}: {answer}");
+    }
+    let list = "/cloister.app.v1.SessionsService/ListSessions";
+    let (status, answer) = coordinator.post(list, Some(coordinator.owner_token()), "{}").await;
+    assert_eq!((status, answer["sessions"].as_array().map_or(0, Vec::len)), (200, 0), "{answer}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,7 +1,9 @@
 //! Who an exec runs as: names resolved from the sandbox's own `/etc/passwd` and `/etc/group`, read as plain files so
 //! that nothing of the host's name services is asked.
 
-use std::io::Read as _;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
 /// Most bytes read of either file.
@@ -106,12 +108,19 @@ fn parse_id(text: &str) -> Option<u32> {
 /// Reads a file; a missing one is empty, bytes that are no text are passed over.
 fn read(path: &Path) -> Result<String, String> {
     let mut bytes = Vec::new();
-    let read = std::fs::File::open(path).and_then(|file| file.take(FILE_MAX_BYTES).read_to_end(&mut bytes));
+    let read = open_regular(path).and_then(|file| file.take(FILE_MAX_BYTES).read_to_end(&mut bytes));
     match read {
         Ok(_) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
         Err(error) => Err(format!("`{}` cannot be read: {error}", path.display())),
     }
+}
+
+/// Opens a file of the sandbox without waiting: its root may have put a pipe there, on which this process, which serves
+/// everybody in the sandbox, would stand still.
+fn open_regular(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no regular file")) }
 }
 
 fn shown(text: &str) -> String {
@@ -151,6 +160,20 @@ mod tests {
         assert_eq!(ids("4242"), (4242, 0, vec![]));
         assert_eq!(resolve("me", etc().path()).unwrap().home.as_deref(), Some("/home/me"));
         assert_eq!(resolve("4242", etc().path()).unwrap().home, None);
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_file_is_an_answer_not_a_wait() {
+        let etc = etc();
+        let passwd = etc.path().join("passwd");
+        std::fs::remove_file(&passwd).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, &passwd, rustix::fs::Mode::RWXU).unwrap();
+        let error = resolve("me", etc.path()).unwrap_err();
+        assert!(error.contains("no regular file"), "{error}");
+        // A device waits as well, or never ends.
+        std::fs::remove_file(&passwd).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &passwd).unwrap();
+        assert!(resolve("me", etc.path()).is_err());
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl ExecTable {
         let execs = self.execs.borrow();
         execs.iter().find(|exec| exec.id.as_str() == exec_id).map(Rc::clone).ok_or_else(|| {
             let shown: String = exec_id.chars().take(64).collect();
-            Refusal::new(ErrorKind::NotFound, format!("no exec `{shown}` is in this sandbox"))
+            Refusal::new(ErrorKind::NotFound, format!("exec `{shown}`"))
         })
     }
 
@@ -120,18 +120,12 @@ pub(super) async fn start(
         exec.started().await;
         let record = exec.record().map_err(|error| Refusal::internal(&error))?;
         if record.spec != spec {
-            return Err(Refusal::new(
-                ErrorKind::Conflict,
-                format!("request id `{}` was used before with another spec", start.request_id),
-            ));
+            return Err(Refusal::new(ErrorKind::Conflict, format!("request id `{}`", start.request_id)));
         }
         return Ok((exec, record));
     }
     if shim.execs.find(exec_id.as_str()).is_ok() {
-        return Err(Refusal::new(
-            ErrorKind::Conflict,
-            format!("exec id `{exec_id}` was used before with another request id"),
-        ));
+        return Err(Refusal::new(ErrorKind::Conflict, format!("exec id `{exec_id}`")));
     }
     if shim.is_stopping() || shim.has_ended() {
         return Err(Refusal::new(ErrorKind::NotRunning, "the sandbox is ending"));

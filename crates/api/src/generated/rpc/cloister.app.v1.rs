@@ -30008,7 +30008,8 @@ pub const SESSIONS_SERVICE_RESUME_SESSION_SPEC: ::connectrpc::Spec = ::connectrp
 #[allow(clippy::type_complexity)]
 pub trait SessionsService: Send + Sync + 'static {
     /// Creates a session and starts its sandbox, or queues it when no host has room. The same `request_id` with
-    /// the same payload returns the first answer; with another payload it is refused (`ALREADY_EXISTS`).
+    /// the same payload makes nothing again and returns that session as it is by then; with another payload it is
+    /// refused (`ALREADY_EXISTS`).
     ///
     /// `'a` lets the response body borrow from `&self` (e.g. server-resident state).
     ///
