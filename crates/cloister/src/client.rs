@@ -85,28 +85,36 @@ impl Client {
     /// # Cancel safety
     ///
     /// Dropping the future may leave the call done or not done: repeat it with the same request id.
-    pub(crate) async fn call<T, F>(&self, mut attempt: impl FnMut() -> F) -> Result<T, CliError>
+    pub(crate) async fn call<T, F>(&self, attempt: impl FnMut() -> F) -> Result<T, CliError>
     where
         F: Future<Output = Result<T, ConnectError>>,
     {
-        let mut pauses = RETRY_PAUSES_MS.iter();
-        loop {
-            match attempt().await {
-                Ok(answer) => return Ok(answer),
-                Err(error) if error.code == ErrorCode::Unavailable || is_unanswered(&error) => {
-                    match pauses.next() {
-                        Some(pause) => tokio::time::sleep(Duration::from_millis(*pause)).await,
-                        None => return Err(self.error(&error)),
-                    }
-                }
-                Err(error) => return Err(self.error(&error)),
-            }
-        }
+        repeat(attempt).await.map_err(|error| self.error(&error))
     }
 
     /// Returns the error of a call as this process reports it.
     pub(crate) fn error(&self, error: &ConnectError) -> CliError {
         CliError::from_connect(&self.endpoint, error)
+    }
+}
+
+/// Makes an attempt, and again while it gets no answer or one that says so.
+async fn repeat<T, F>(mut attempt: impl FnMut() -> F) -> Result<T, ConnectError>
+where
+    F: Future<Output = Result<T, ConnectError>>,
+{
+    let mut pauses = RETRY_PAUSES_MS.iter();
+    loop {
+        let answer = attempt().await;
+        match answer {
+            Err(error) if error.code == ErrorCode::Unavailable || is_unanswered(&error) => {
+                match pauses.next() {
+                    Some(pause) => tokio::time::sleep(Duration::from_millis(*pause)).await,
+                    None => return Err(error),
+                }
+            }
+            answer => return answer,
+        }
     }
 }
 
@@ -147,6 +155,24 @@ mod tests {
         let (one, two) = (request_id(), request_id());
         assert_ne!(one, two);
         assert_eq!(cloister_types::name::validate_request_id(&one), Ok(()));
+    }
+
+    #[tokio::test]
+    async fn a_torn_answer_is_asked_for_again_and_a_failure_of_the_coordinator_is_not() {
+        let torn = || ConnectError::internal("failed to read response body");
+        let mut answers = vec![Ok(7), Err(torn()), Err(ConnectError::unavailable("refused"))];
+        let answer =
+            repeat(|| std::future::ready(answers.pop().expect("no more attempts than answers"))).await;
+        assert_eq!(answer.unwrap(), 7);
+        let detail = cloister_api::app::ErrorDetail { code: "CL1099".into(), ..Default::default() };
+        let detail = connectrpc::ErrorDetail::from_message("cloister.app.v1.ErrorDetail", &detail);
+        let mut attempts = 0;
+        let answer: Result<(), _> = repeat(|| {
+            attempts += 1;
+            std::future::ready(Err(torn().with_detail(detail.clone())))
+        })
+        .await;
+        assert_eq!((answer.unwrap_err().code, attempts), (ErrorCode::Internal, 1));
     }
 
     #[tokio::test]

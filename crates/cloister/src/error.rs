@@ -104,6 +104,8 @@ impl CliError {
             return Self::Unreachable { endpoint: endpoint.to_owned(), reason: chain(error) };
         }
         let message = error.message.clone().unwrap_or_else(|| error.code.as_str().replace('_', " "));
+        let field = detail.as_ref().map_or("", |detail| detail.field.as_str());
+        let message = if message.contains(field) { message } else { format!("`{field}`: {message}") };
         Self::Api { code: error.code, message, detail: detail.map(Box::new) }
     }
 
@@ -213,7 +215,7 @@ mod tests {
         let error = ConnectError::invalid_argument("too much")
             .with_detail(ErrorDetail::from_message("cloister.app.v1.ErrorDetail", &detail));
         let error = CliError::from_connect("http://x", &error);
-        assert_eq!(error.to_string(), "too much");
+        assert_eq!(error.to_string(), "`limits.memory_bytes`: too much");
         assert_eq!(error.code(), Some("CL1003"));
         assert_eq!(error.hint().as_deref(), Some("ask for less memory"));
         assert_eq!(error.exit_code(), EXIT_FAILED);

@@ -84,6 +84,25 @@ fn a_database_that_was_killed_comes_back_and_nothing_acknowledged_is_lost() {
     assert_eq!(up.json(&["session", "get", "acknowledged"])["session"]["id"], session.as_str());
     up.run(&["exec", "acknowledged", "--", "true"]).expect(0);
     up.run(&["run", "--", "true"]).expect(0);
+    wait_for("the restart to be counted", || {
+        let status = up.json(&["status"]);
+        let roles = status["up"]["roles"].as_array().unwrap();
+        let postgres = roles.iter().find(|role| role["name"] == "postgres").unwrap();
+        if postgres["restarts"] == 1 { Ok(()) } else { Err(status.to_string()) }
+    });
+}
+
+#[test]
+fn status_is_good_only_when_the_api_answers_its_caller() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    up.run(&["status"]).expect(0);
+    let output = up.command(&["--json", "status"]).env("CLOISTER_TOKEN", "clt_of_nobody").output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&status["running"], &status["api"]["reachable"]), (&true.into(), &false.into()), "{status}");
 }
 
 #[test]

@@ -153,7 +153,7 @@ async fn ask_coordinator(invocation: &Invocation) -> (Capability, Vec<Host>) {
 fn local_checks(layout: &Layout, listen: SocketAddr) -> Vec<Capability> {
     let up = UpRecord::load(layout).ok().flatten().filter(UpRecord::is_alive);
     vec![
-        root(),
+        root(rustix::process::geteuid()),
         kernel(),
         user_namespaces(),
         seccomp(),
@@ -167,8 +167,7 @@ fn local_checks(layout: &Layout, listen: SocketAddr) -> Vec<Capability> {
     ]
 }
 
-fn root() -> Capability {
-    let uid = rustix::process::geteuid();
+fn root(uid: rustix::process::Uid) -> Capability {
     let found = format!("effective uid is {}", uid.as_raw());
     if uid.is_root() {
         Capability::ok("root", found)
@@ -405,7 +404,17 @@ fn running(up: Option<&UpRecord>, layout: &Layout) -> Capability {
 
 #[cfg(test)]
 mod tests {
+    use rustix::process::Uid;
+
     use super::*;
+
+    #[test]
+    fn not_to_be_root_is_said_and_is_nothing_broken() {
+        assert_eq!(root(Uid::ROOT).status, CapabilityStatus::Ok);
+        let other = root(Uid::from_raw(1000));
+        assert_eq!(other.status, CapabilityStatus::NotApplicable);
+        assert!(other.detail.contains("1000"), "{other:?}");
+    }
 
     #[test]
     fn versions_and_mounts_are_read_as_they_are_printed() {

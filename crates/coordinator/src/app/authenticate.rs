@@ -27,8 +27,8 @@ pub(crate) struct Authenticator {
     machines: HashMap<[u8; 32], Arc<Principal>>,
     hosts: Vec<[u8; 32]>,
     kept: Mutex<Kept>,
-    /// Counts the revocations through this coordinator.
-    revocations: watch::Sender<u64>,
+    /// Tells of each revocation through this coordinator.
+    revocations: watch::Sender<()>,
 }
 
 #[derive(Default)]
@@ -54,7 +54,7 @@ impl Authenticator {
             })
             .collect();
         let hosts = auth_tokens.iter().map(|bearer| TokenHash::of(bearer.expose_secret()).0).collect();
-        Self { store, machines, hosts, kept: Mutex::default(), revocations: watch::Sender::new(0) }
+        Self { store, machines, hosts, kept: Mutex::default(), revocations: watch::Sender::new(()) }
     }
 
     /// Returns whose bearer this is; `None` for an unknown, expired or revoked one.
@@ -74,12 +74,10 @@ impl Authenticator {
     /// It may be dropped at any time.
     pub(crate) async fn until_revoked(&self, token: TokenHash) {
         let mut revocations = self.revocations.subscribe();
-        loop {
-            // Through another coordinator, or by its time: then the answer that is kept is the measure.
+        // Looked at before the first wait: it may have been revoked since the call was let in.
+        while !matches!(self.caller_of(&token).await, Ok(None)) {
+            // Through another coordinator, or by its time, nobody is told: then the answer that is kept is the measure.
             let _ = tokio::time::timeout(KEPT, revocations.changed()).await;
-            if matches!(self.caller_of(&token).await, Ok(None)) {
-                return;
-            }
         }
     }
 
@@ -122,7 +120,7 @@ impl Authenticator {
         kept.generation = kept.generation.wrapping_add(1);
         kept.answers.clear();
         drop(kept);
-        self.revocations.send_modify(|count| *count = count.wrapping_add(1));
+        self.revocations.send_replace(());
     }
 
     fn kept(&self) -> std::sync::MutexGuard<'_, Kept> {

@@ -70,7 +70,7 @@ pub(super) async fn run(
         None => return writer.send(error(ErrorKind::Invalid, "`spec` is missing")).await,
     };
     if agent.execs.borrow().contains_key(&exec_id) {
-        return writer.send(error(ErrorKind::Conflict, format!("exec `{exec_id}` runs already"))).await;
+        return writer.send(error(ErrorKind::Conflict, format!("exec id `{exec_id}`"))).await;
     }
     let mut exec =
         guest::Exec { exec_id: exec_id.clone(), started_unix_ms: unix_ms(), ..guest::Exec::default() };

@@ -50,7 +50,7 @@ async fn serve(agent: Rc<Agent>, stream: UnixStream) -> Result<(), FrameError> {
                 writer.queue(reply)?;
             }
             (Ok(_), _) => {
-                return refuse(&mut writer, ErrorKind::NotFound, "this is another sandbox").await;
+                return refuse(&mut writer, ErrorKind::NotFound, "the sandbox that was named").await;
             }
             (Err(wrong), _) => return refuse(&mut writer, ErrorKind::Invalid, &wrong.to_string()).await,
         }
@@ -62,7 +62,7 @@ async fn serve(agent: Rc<Agent>, stream: UnixStream) -> Result<(), FrameError> {
         Body::WriteStdin(first) => write_stdin(&agent, *first, reader, writer).await,
         Body::SignalExec(request) => {
             let answer: Body = match find(&agent, &request.exec_id) {
-                None => error(ErrorKind::NotFound, format!("no exec `{}` runs", request.exec_id)).into(),
+                None => error(ErrorKind::NotFound, format!("exec `{}`", request.exec_id)).into(),
                 Some(running) => match running.signal(request.signal) {
                     Ok(()) => guest::Signaled::default().into(),
                     Err(refused) => error(ErrorKind::Invalid, refused.to_string()).into(),
@@ -101,7 +101,7 @@ async fn write_stdin(
     let mut write = first;
     loop {
         let answer: Body = match find(agent, &write.exec_id) {
-            None => error(ErrorKind::NotFound, format!("no exec `{}` runs", write.exec_id)).into(),
+            None => error(ErrorKind::NotFound, format!("exec `{}`", write.exec_id)).into(),
             Some(running) => {
                 let ended = running.ended.notified();
                 tokio::pin!(ended);

@@ -60,7 +60,7 @@ impl Identity {
 /// leaves a sandbox that is still nobody's and of no more use.
 pub(super) fn claim(shim: &Shim, request: &guest::ClaimSandbox) -> Result<(), Refusal> {
     if shim.identity.borrow().is_claimed {
-        return Err(Refusal::new(ErrorKind::Conflict, "the sandbox"));
+        return Err(Refusal::new(ErrorKind::Conflict, "the sandbox's claim"));
     }
     if shim.is_stopping() || shim.has_ended() {
         return Err(Refusal::new(ErrorKind::NotRunning, "the sandbox is ending"));

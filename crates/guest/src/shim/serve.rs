@@ -58,7 +58,7 @@ async fn serve(shim: Rc<Shim>, stream: UnixStream) -> Result<(), FrameError> {
                 reader.expect().await.map(Some)
             }
             (Ok(_), _) => {
-                writer.send(error(ErrorKind::NotFound, "this socket serves another sandbox")).await?;
+                writer.send(error(ErrorKind::NotFound, "the sandbox that was named")).await?;
                 Ok(None)
             }
             (Err(wrong), _) => {
