@@ -1,6 +1,7 @@
 //! What the kernel says about this machine and about our processes on it.
 
 use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -63,7 +64,71 @@ pub(crate) fn sandbox_memory() -> Option<Memory> {
 
 /// Returns the memory of the roles and the private database; `None` when it may not be read.
 pub(crate) fn control_plane_memory() -> Option<Memory> {
-    memory_of(|name, command| name == "cloister" || (name == "postgres" && command.contains("cloister")))
+    memory_of(|name, command| {
+        command.starts_with("cloister\0") || (name == "postgres" && command.contains("cloister"))
+    })
+}
+
+/// CPU time of those who have part in an exec, since their start.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct CpuShares {
+    pub(crate) client: Duration,
+    pub(crate) coordinator: Duration,
+    pub(crate) database: Duration,
+    pub(crate) host_agent: Duration,
+    /// Shims and guest agents; not the programs that they run.
+    pub(crate) sandboxes: Duration,
+}
+
+impl CpuShares {
+    /// Reads what the scheduler has counted. Processes of another user count only when this one is root.
+    pub(crate) fn read() -> Self {
+        let mut shares = Self::default();
+        let own = std::process::id().to_string();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let path = entry.path();
+            let Ok(name) = fs::read_to_string(path.join("comm")) else { continue };
+            let command = fs::read_to_string(path.join("cmdline")).unwrap_or_default();
+            let share = if entry.file_name() == *own {
+                &mut shares.client
+            } else if command.starts_with("cloister\0coordinator\0") {
+                &mut shares.coordinator
+            } else if command.starts_with("cloister\0host\0") {
+                &mut shares.host_agent
+            } else if name.starts_with("cloister-guest") {
+                &mut shares.sandboxes
+            } else if name.trim() == "postgres" {
+                &mut shares.database
+            } else {
+                continue;
+            };
+            *share += cpu_time(&path);
+        }
+        shares
+    }
+
+    /// What each used since `earlier`, divided by `count`, with its name.
+    pub(crate) fn each_since(&self, earlier: &Self, count: u32) -> [(&'static str, Duration); 5] {
+        let since = |now: Duration, then: Duration| now.saturating_sub(then) / count.max(1);
+        [
+            ("client", since(self.client, earlier.client)),
+            ("coordinator", since(self.coordinator, earlier.coordinator)),
+            ("database", since(self.database, earlier.database)),
+            ("host agent", since(self.host_agent, earlier.host_agent)),
+            ("shim and guest agent", since(self.sandboxes, earlier.sandboxes)),
+        ]
+    }
+}
+
+/// Returns the CPU time of a process's threads that are alive: `schedstat` counts nanoseconds, `stat` only ticks.
+fn cpu_time(process: &Path) -> Duration {
+    let mut time = Duration::ZERO;
+    for task in fs::read_dir(process.join("task")).into_iter().flatten().flatten() {
+        let text = fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
+        let nanos = text.split_whitespace().next().and_then(|nanos| nanos.parse().ok());
+        time += Duration::from_nanos(nanos.unwrap_or(0));
+    }
+    time
 }
 
 fn memory_of(is_wanted: impl Fn(&str, &str) -> bool) -> Option<Memory> {

@@ -24,6 +24,7 @@ use cloister_api::common::Limits;
 
 use crate::cloister::{Cloister, Target};
 use crate::floor::Floor;
+use crate::machine::CpuShares;
 use crate::peer::Peer;
 use crate::report::Report;
 use crate::sample::{Sample, millis};
@@ -257,10 +258,19 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
             }
         }
     }
+    let mut hurried = Sample::default();
+    let before = CpuShares::read();
+    for _ in 0..runs {
+        let begin = Instant::now();
+        cloister.exec(&session, &["true"]).await?;
+        hurried.add(begin.elapsed());
+    }
+    let shares = CpuShares::read().each_since(&before, runs);
     cloister.delete(&session).await?;
     let (p50, floor_p50) = (ours.p50(), floor.program.p50() + floor.commit.p50());
     let baseline = theirs.first().map_or_else(String::new, |(name, _)| name.clone());
-    let mut rows = vec![("Cloister exec".to_owned(), ours)];
+    let mut rows =
+        vec![("Cloister exec".to_owned(), ours), ("Cloister exec, one after the other".to_owned(), hurried)];
     rows.extend(theirs);
     rows.push(("part: a call that asks nobody".to_owned(), nothing));
     rows.push(("part: the same, and a read of the store".to_owned(), read));
@@ -276,6 +286,13 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
          starts. {} ms are Cloister's own.",
         millis(floor_p50),
         millis(p50.saturating_sub(floor_p50))
+    ));
+    let shares: Vec<String> =
+        shares.iter().map(|(name, time)| format!("{name} {} ms", millis(*time))).collect();
+    report.line(&format!(
+        "\nCPU time of one of those one after the other: {}. The rest of its time is the kernel's waking of one process \
+         by the next.",
+        shares.join(", ")
     ));
     Ok(())
 }

@@ -89,6 +89,14 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
             );
         }
     }
+    // A program that lost a child to the limit and went on, or failed in its own way.
+    if exit.memory_limit_hit && exit.reason.as_known() != Some(ExitReason::OutOfMemory) {
+        add(
+            "memory limit reached: the kernel killed a process of the sandbox while the command ran",
+            "",
+            "give the session more with `--memory`, or make the command use less",
+        );
+    }
     if exit.pids_limit_hit {
         add("process limit reached while the command ran", "", "give the session more with `--pids`");
     }
@@ -152,5 +160,12 @@ mod tests {
                 "disk full: the writable layer had no space left"
             ]
         );
+        let survived = ExecExit { memory_limit_hit: true, ..exit(ExitReason::Exited, 0, 0) };
+        assert_eq!(
+            text(&survived),
+            ["memory limit reached: the kernel killed a process of the sandbox while the command ran"]
+        );
+        let main = ExecExit { memory_limit_hit: true, ..exit(ExitReason::OutOfMemory, 137, 9) };
+        assert_eq!(text(&main), ["out of memory"]);
     }
 }

@@ -135,6 +135,7 @@ pub fn exit_to_wire(exit: &Exit) -> guest::Exit {
         exited_unix_ms: exit.exited_unix_ms,
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
+        memory_limit_hit: exit.memory_limit_hit,
         ..guest::Exit::default()
     }
 }
@@ -154,6 +155,7 @@ pub fn exit_from_wire(exit: guest::Exit) -> Result<Exit, ConvertError> {
         exited_unix_ms: exit.exited_unix_ms,
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
+        memory_limit_hit: exit.memory_limit_hit,
     })
 }
 
@@ -218,6 +220,7 @@ mod tests {
                 output_bytes: 5,
                 exited_unix_ms: 6,
                 pids_limit_hit: true,
+                memory_limit_hit: true,
                 disk_full: true,
             };
             let ended = ExecRecord { exit: Some(exit), ..record.clone() };

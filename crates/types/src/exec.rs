@@ -151,6 +151,9 @@ pub struct Exit {
     pub pids_limit_hit: bool,
     /// It failed, and the writable layer was full when it ended.
     pub disk_full: bool,
+    /// The kernel killed a process of the sandbox, not necessarily of this exec, at the memory limit while it ran.
+    #[serde(default)]
+    pub memory_limit_hit: bool,
 }
 
 impl Exit {

@@ -66,6 +66,7 @@ pub fn exit_to_proto(exit: &Exit) -> common::ExecExit {
         exited_at: MessageField::some(unix_ms_to_timestamp(exit.exited_unix_ms)),
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
+        memory_limit_hit: exit.memory_limit_hit,
         ..Default::default()
     }
 }
@@ -89,6 +90,7 @@ pub fn exit_from_proto(exit: &common::ExecExit) -> Result<Exit, ConvertError> {
         exited_unix_ms: exit.exited_at.as_option().map_or(0, timestamp_to_unix_ms),
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
+        memory_limit_hit: exit.memory_limit_hit,
     })
 }
 
@@ -215,6 +217,7 @@ mod tests {
             output_bytes: 12,
             exited_unix_ms: 1_764_658_800_123,
             pids_limit_hit: true,
+            memory_limit_hit: true,
             disk_full: false,
         };
         let record = ExecRecord {

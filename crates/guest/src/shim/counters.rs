@@ -2,7 +2,8 @@
 //!
 //! The counts are the whole sandbox's, not an exec's. So an exec is said to have died of the memory limit when the
 //! kernel killed somebody at that limit while it ran *and* it ended by SIGKILL, or returned what a shell returns for
-//! a child that did. The process limit and the disk are reported beside the exit and do not change it.
+//! a child that did. A kill that it survived, the process limit and the disk are reported beside the exit and do not
+//! change it.
 //!
 //! For the disk there is no count: no kernel counter says that a write was refused. The layer is looked at when an exec
 //! ends, and a full one is reported to an exec that failed; one that succeeded has nothing to be explained.

@@ -11,6 +11,7 @@
 use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::time::Duration;
 
 use cloister_api::guest;
 use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES};
@@ -246,7 +247,49 @@ impl Drop for Attached {
 }
 
 /// Spools a running exec's output until its end and writes how it ended.
-pub(super) async fn follow(shim: Rc<Shim>, exec: Rc<Exec>, mut connection: Connection, before: Counts) {
+///
+/// The guest agent keeps the time limits; `limit` is the shorter of them, from which on it is looked after.
+pub(super) async fn follow(
+    shim: Rc<Shim>,
+    exec: Rc<Exec>,
+    connection: Connection,
+    before: Counts,
+    limit: Option<Duration>,
+) {
+    let unanswered = Cell::new(false);
+    let look_after = async {
+        let Some(limit) = limit else { return std::future::pending().await };
+        shim.until_unanswered(limit).await;
+        unanswered.set(true);
+        // Its connections end with it, and so does the gathering.
+        shim.kill_unanswering();
+        std::future::pending().await
+    };
+    let (ended, lost) = tokio::select! {
+        gathered = gather(&shim, &exec, connection) => gathered,
+        never = look_after => match never {},
+    };
+    let mut exit = conclude(&shim, ended, before);
+    if unanswered.get() && exit.reason == ExitReason::SandboxGone {
+        exit.reason = ExitReason::Timeout;
+        exit.message =
+            "the time limit passed and the guest agent, which keeps it, no longer answered: the sandbox was \
+                        killed"
+                .to_owned();
+    }
+    exit.output_bytes = exec.next_offset();
+    if lost {
+        let separator = if exit.message.is_empty() { "" } else { "; " };
+        exit.message =
+            format!("{}{separator}output was lost because the host's disk did not take it", exit.message);
+    }
+    exec.set_ended(exit);
+    // A write that still waits sees the end and lets go.
+    exec.stdin.lock().await.take();
+}
+
+/// Spools output until its end. Returns what the guest agent said of it, or why it did not, and whether output was lost.
+async fn gather(shim: &Shim, exec: &Exec, mut connection: Connection) -> (Result<guest::Exit, String>, bool) {
     let mut lost = false;
     let ended = loop {
         tokio::select! {
@@ -269,17 +312,7 @@ pub(super) async fn follow(shim: Rc<Shim>, exec: Rc<Exec>, mut connection: Conne
             Err(error) => break Err(format!("the guest agent sent nonsense: {}", super::chain(&error))),
         }
     };
-    drop(connection);
-    let mut exit = conclude(&shim, ended, before);
-    exit.output_bytes = exec.next_offset();
-    if lost {
-        let separator = if exit.message.is_empty() { "" } else { "; " };
-        exit.message =
-            format!("{}{separator}output was lost because the host's disk did not take it", exit.message);
-    }
-    exec.set_ended(exit);
-    // A write that still waits sees the end and lets go.
-    exec.stdin.lock().await.take();
+    (ended, lost)
 }
 
 /// Returns the exit record from what the guest agent said and what the kernel counted.
@@ -297,11 +330,13 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
         exited_unix_ms: 0,
         pids_limit_hit: false,
         disk_full: false,
+        memory_limit_hit: false,
     });
     exit.message = exit.message.chars().take(MESSAGE_MAX_CHARS).collect();
     // Times, counts and limits are the host's own; the guest's clock and word do not matter.
     exit.exited_unix_ms = unix_ms();
     exit.pids_limit_hit = after.pids_limit_hits > before.pids_limit_hits;
+    exit.memory_limit_hit = after.oom_kills > before.oom_kills;
     exit.disk_full = exit.failed() && shim.counters.disk_full();
     let killed = match exit.reason {
         ExitReason::Signaled => exit.signal == Some(libc::SIGKILL),
@@ -312,7 +347,7 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
         | ExitReason::NotStarted
         | ExitReason::SandboxGone => false,
     };
-    if killed && after.oom_kills > before.oom_kills {
+    if killed && exit.memory_limit_hit {
         exit.reason = ExitReason::OutOfMemory;
         exit.message = "the sandbox reached its memory limit and the kernel killed the program".to_owned();
     } else if killed && exit.reason == ExitReason::Signaled && shim.is_stopping() {
@@ -333,5 +368,6 @@ pub(super) fn not_taken(reason: ExitReason, code: i32, message: String) -> Exit 
         exited_unix_ms: unix_ms(),
         pids_limit_hit: false,
         disk_full: false,
+        memory_limit_hit: false,
     }
 }

@@ -150,7 +150,7 @@ pub(super) async fn start(
     };
     let exec = Rc::new(create(shim, &record)?);
     shim.execs.execs.borrow_mut().push(Rc::clone(&exec));
-    launch(shim, &exec, start).await;
+    launch(shim, &exec, &record.spec, start).await;
     let record = exec.record_with(record.spec);
     Ok((exec, record))
 }
@@ -191,8 +191,10 @@ fn create(shim: &Shim, record: &ExecRecord) -> Result<Exec, Refusal> {
 }
 
 /// Asks the guest agent to start it and leaves its output to a task of its own.
-async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, start: guest::StartExec) {
+async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, spec: &ExecSpec, start: guest::StartExec) {
     let gone = |message: String| not_taken(ExitReason::SandboxGone, 137, message);
+    let limits = [spec.timeout, spec.no_output_timeout];
+    let limit = limits.into_iter().flatten().min();
     // The counts from before it could do anything.
     let before = shim.counters.read();
     let opened = timeout(GUEST_DEADLINE, async {
@@ -216,7 +218,7 @@ async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, start: guest::StartExec) {
         Body::Exec(started) => {
             POINTS.reach("shim_after_exec_started");
             exec.set_running(started.pid);
-            let following = follow(Rc::clone(shim), Rc::clone(exec), connection, before);
+            let following = follow(Rc::clone(shim), Rc::clone(exec), connection, before, limit);
             shim.following.spawn(following);
         }
         Body::Error(error) => exec.set_ended(not_taken(ExitReason::NotStarted, 126, error.message)),

@@ -34,6 +34,11 @@ const FLUSH: Duration = Duration::from_secs(2);
 /// What pid 1 gets beyond a stop's grace before it is killed from outside.
 const STOP_SLACK: Duration = Duration::from_millis(1500);
 
+/// How long the guest agent may take for an answer once an exec is past its time limit.
+const AGENT_ANSWER: Duration = Duration::from_secs(5);
+/// How far past it is past: what the guest agent needs to enforce it.
+const LIMIT_SLACK: Duration = Duration::from_secs(1);
+
 /// What every task of the shim shares.
 pub(super) struct Shim {
     pub(super) config: ShimConfig,
@@ -51,6 +56,8 @@ pub(super) struct Shim {
     pub(super) shares_name: bool,
     pidfd: AsyncFd<OwnedFd>,
     stopping: Cell<bool>,
+    /// The guest agent no longer answered and was killed for it.
+    unanswering: Cell<bool>,
     pid1_ended: watch::Sender<bool>,
     gone: watch::Sender<Option<SandboxExitRecord>>,
 }
@@ -108,6 +115,25 @@ impl Shim {
     pub(super) async fn dial_guest(&self, request: impl Into<Body>) -> Result<Connection, OpenError> {
         let socket = self.identity.borrow().guest_socket();
         Connection::open(&socket, &self.config.sandbox_id, request).await
+    }
+
+    /// Waits until the guest agent no longer answers, which is looked at from `limit` on, again and again: a program that
+    /// is past its limit may still be waiting for a slow reader to take its output.
+    pub(super) async fn until_unanswered(&self, limit: Duration) {
+        loop {
+            tokio::time::sleep(limit.max(AGENT_ANSWER).saturating_add(LIMIT_SLACK)).await;
+            let asked = timeout(AGENT_ANSWER, self.dial_guest(guest::GetSandbox::default()));
+            // Whatever else it says, it says something.
+            if asked.await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Kills a sandbox whose guest agent no longer answers.
+    pub(super) fn kill_unanswering(&self) {
+        self.unanswering.set(true);
+        self.kill();
     }
 
     fn kill(&self) {
@@ -219,6 +245,7 @@ async fn prepare(
         shares_name: started.shares_name,
         pidfd,
         stopping: Cell::new(false),
+        unanswering: Cell::new(false),
         pid1_ended: watch::Sender::new(false),
         gone: watch::Sender::new(None),
         config,
@@ -286,6 +313,8 @@ fn classify(shim: &Shim, status: i32, before: Counts) -> SandboxExitRecord {
         ("stopped", "the sandbox was stopped as asked".to_owned())
     } else if killed && after.oom_kills > before.oom_kills {
         ("out_of_memory", "the kernel killed the sandbox at its memory limit".to_owned())
+    } else if killed && shim.unanswering.get() {
+        ("crashed", "the guest agent no longer answered, and the sandbox was killed".to_owned())
     } else if killed {
         ("killed", "the sandbox was killed from outside".to_owned())
     } else if libc::WIFSIGNALED(status) {

@@ -156,6 +156,7 @@ pub fn seal(dir: &Path, message: &str, now_unix_ms: u64) -> Result<ExecRecord, R
             exited_unix_ms: now_unix_ms,
             pids_limit_hit: false,
             disk_full: false,
+            memory_limit_hit: false,
         };
         write_exit(dir, record.pid, &exit)?;
         record.exit = Some(exit);

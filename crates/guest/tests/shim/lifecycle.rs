@@ -91,6 +91,23 @@ fn an_exec_ends_as_sandbox_gone_when_the_guest_agent_dies() {
 }
 
 #[test]
+fn a_time_limit_holds_even_when_the_guest_agent_hangs() {
+    run(async {
+        let mut peer = Peer::start();
+        let spec = ExecSpec { timeout: Some(Duration::from_millis(300)), ..sh("echo kept; exec sleep 600") };
+        let record = peer.spawn(spec).await;
+        let mut reader = peer.client.read_output(&record.exec_id, 0, false).await.unwrap();
+        assert!(reader.next().await.unwrap().is_some());
+        let agent = rustix::process::Pid::from_raw(i32::try_from(peer.agent_pid()).unwrap()).unwrap();
+        rustix::process::kill_process(agent, rustix::process::Signal::STOP).unwrap();
+        let (_, _, exit) = collect(&mut reader).await;
+        assert_eq!((exit.reason, exit.output_bytes), (ExitReason::Timeout, 5), "{exit:?}");
+        assert!(peer.shim.wait().unwrap().success());
+        assert_eq!(exit_record(&peer).reason, "crashed");
+    });
+}
+
+#[test]
 fn a_shim_ignores_what_is_sent_to_groups() {
     run(async {
         let peer = Peer::start();
@@ -192,9 +209,11 @@ fn a_limit_that_the_kernel_counted_is_named() {
         // A shell that reports its child's death.
         let script = format!("echo 'oom_kill 2' > {}; exit 137", oom.display());
         assert_eq!(peer.run(sh(&script)).await.2.reason, ExitReason::OutOfMemory);
-        // A program that ended well beside somebody else's death.
+        // A program that ended well beside somebody else's death is told of it.
         let script = format!("echo 'oom_kill 3' > {}", oom.display());
-        assert_eq!(peer.run(sh(&script)).await.2.reason, ExitReason::Exited);
+        let exit = peer.run(sh(&script)).await.2;
+        assert_eq!((exit.reason, exit.memory_limit_hit), (ExitReason::Exited, true));
+        assert!(!peer.run(argv(&["true"])).await.2.memory_limit_hit);
         // A kill that the limit did not do.
         assert_eq!(peer.run(sh("kill -KILL $$")).await.2.reason, ExitReason::Signaled);
         let exit = peer.run(sh(&format!("echo 'max 2' > {}", pids.display()))).await.2;

@@ -10,6 +10,7 @@ pub(super) async fn memory_limit_is_reported_by_name(subject: &dyn Subject) {
     let fixture = Fixture::new(subject).await;
     let (exit, _) = fixture.run(&Program::Allocate(ByteCount::mib(256).0)).await;
     assert_eq!((exit.reason, exit.code), (ExitReason::OutOfMemory, 137), "{exit:?}");
+    assert!(exit.memory_limit_hit, "{exit:?}");
     assert!(!exit.message.is_empty());
     fixture.end().await;
 }
@@ -22,6 +23,7 @@ pub(super) async fn the_sandbox_survives_the_work_running_out_of_memory(subject:
         assert_eq!(exit.reason, ExitReason::OutOfMemory, "{exit:?}");
     }
     let (exit, output) = fixture.run(&Program::Echo("alive".to_owned())).await;
+    assert!(!exit.memory_limit_hit, "the next exec is told of an earlier one's limit");
     assert_eq!((exit.reason, output.text().as_str()), (ExitReason::Exited, "alive\n"));
     // The largest process goes, not any.
     assert_eq!(fixture.sandbox.exec(&bystander).await.expect("look").exit, None);

@@ -285,6 +285,7 @@ impl SimExec {
             output_bytes: self.next_offset,
             exited_unix_ms: world.unix_ms(),
             pids_limit_hit: false,
+            memory_limit_hit: reason == ExitReason::OutOfMemory,
             disk_full: (reason != ExitReason::Exited || code != 0) && world.free_bytes() == 0,
         });
     }

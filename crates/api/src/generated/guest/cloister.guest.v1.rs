@@ -3489,6 +3489,8 @@ pub struct Exit {
     pub pids_limit_hit: bool,
     /// Field 8: `disk_full`
     pub disk_full: bool,
+    /// Field 9: `memory_limit_hit`
+    pub memory_limit_hit: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -3503,6 +3505,7 @@ impl ::core::fmt::Debug for Exit {
             .field("exited_unix_ms", &self.exited_unix_ms)
             .field("pids_limit_hit", &self.pids_limit_hit)
             .field("disk_full", &self.disk_full)
+            .field("memory_limit_hit", &self.memory_limit_hit)
             .finish()
     }
 }
@@ -3558,6 +3561,9 @@ impl ::buffa::Message for Exit {
         if self.disk_full {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.memory_limit_hit {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -3591,6 +3597,9 @@ impl ::buffa::Message for Exit {
         }
         if self.disk_full {
             ::buffa::types::put_bool_field(8u32, self.disk_full, buf);
+        }
+        if self.memory_limit_hit {
+            ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -3661,6 +3670,13 @@ impl ::buffa::Message for Exit {
                 )?;
                 self.disk_full = ::buffa::types::decode_bool(buf)?;
             }
+            9u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.memory_limit_hit = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -3677,6 +3693,7 @@ impl ::buffa::Message for Exit {
         self.exited_unix_ms = 0u64;
         self.pids_limit_hit = false;
         self.disk_full = false;
+        self.memory_limit_hit = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -11404,6 +11421,8 @@ pub mod __buffa {
             pub pids_limit_hit: bool,
             /// Field 8: `disk_full`
             pub disk_full: bool,
+            /// Field 9: `memory_limit_hit`
+            pub memory_limit_hit: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExitView<'a> {
@@ -11498,6 +11517,13 @@ pub mod __buffa {
                         )?;
                         view.disk_full = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    9u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.memory_limit_hit = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -11529,6 +11555,7 @@ pub mod __buffa {
                     exited_unix_ms: self.exited_unix_ms,
                     pids_limit_hit: self.pids_limit_hit,
                     disk_full: self.disk_full,
+                    memory_limit_hit: self.memory_limit_hit,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -11576,6 +11603,9 @@ pub mod __buffa {
                 if self.disk_full {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.memory_limit_hit {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -11610,6 +11640,9 @@ pub mod __buffa {
                 }
                 if self.disk_full {
                     ::buffa::types::put_bool_field(8u32, self.disk_full, buf);
+                }
+                if self.memory_limit_hit {
+                    ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -11743,6 +11776,11 @@ pub mod __buffa {
             #[must_use]
             pub fn disk_full(&self) -> bool {
                 self.0.reborrow().disk_full
+            }
+            /// Field 9: `memory_limit_hit`
+            #[must_use]
+            pub fn memory_limit_hit(&self) -> bool {
+                self.0.reborrow().memory_limit_hit
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExitView<'static>>>

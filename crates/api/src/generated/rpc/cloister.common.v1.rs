@@ -1943,6 +1943,17 @@ pub struct ExecExit {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub disk_full: bool,
+    /// The kernel killed a process of the sandbox at its memory limit while this ran. It need not have been of this exec:
+    /// the limit is the sandbox's. When it was its main process, `reason` says so too.
+    ///
+    /// Field 9: `memory_limit_hit`
+    #[serde(
+        rename = "memoryLimitHit",
+        alias = "memory_limit_hit",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub memory_limit_hit: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -1958,6 +1969,7 @@ impl ::core::fmt::Debug for ExecExit {
             .field("exited_at", &self.exited_at)
             .field("pids_limit_hit", &self.pids_limit_hit)
             .field("disk_full", &self.disk_full)
+            .field("memory_limit_hit", &self.memory_limit_hit)
             .finish()
     }
 }
@@ -2020,6 +2032,9 @@ impl ::buffa::Message for ExecExit {
         if self.disk_full {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.memory_limit_hit {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -2061,6 +2076,9 @@ impl ::buffa::Message for ExecExit {
         }
         if self.disk_full {
             ::buffa::types::put_bool_field(8u32, self.disk_full, buf);
+        }
+        if self.memory_limit_hit {
+            ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -2137,6 +2155,13 @@ impl ::buffa::Message for ExecExit {
                 )?;
                 self.disk_full = ::buffa::types::decode_bool(buf)?;
             }
+            9u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.memory_limit_hit = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -2153,6 +2178,7 @@ impl ::buffa::Message for ExecExit {
         self.exited_at = ::buffa::MessageField::none();
         self.pids_limit_hit = false;
         self.disk_full = false;
+        self.memory_limit_hit = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -5080,6 +5106,11 @@ pub mod __buffa {
             ///
             /// Field 8: `disk_full`
             pub disk_full: bool,
+            /// The kernel killed a process of the sandbox at its memory limit while this ran. It need not have been of this exec:
+            /// the limit is the sandbox's. When it was its main process, `reason` says so too.
+            ///
+            /// Field 9: `memory_limit_hit`
+            pub memory_limit_hit: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExecExitView<'a> {
@@ -5194,6 +5225,13 @@ pub mod __buffa {
                         )?;
                         view.disk_full = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    9u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.memory_limit_hit = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -5233,6 +5271,7 @@ pub mod __buffa {
                     },
                     pids_limit_hit: self.pids_limit_hit,
                     disk_full: self.disk_full,
+                    memory_limit_hit: self.memory_limit_hit,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -5284,6 +5323,9 @@ pub mod __buffa {
                 if self.disk_full {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.memory_limit_hit {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -5326,6 +5368,9 @@ pub mod __buffa {
                 }
                 if self.disk_full {
                     ::buffa::types::put_bool_field(8u32, self.disk_full, buf);
+                }
+                if self.memory_limit_hit {
+                    ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -5386,6 +5431,9 @@ pub mod __buffa {
                 }
                 if self.disk_full {
                     __map.serialize_entry("diskFull", &self.disk_full)?;
+                }
+                if self.memory_limit_hit {
+                    __map.serialize_entry("memoryLimitHit", &self.memory_limit_hit)?;
                 }
                 __map.end()
             }
@@ -5536,6 +5584,14 @@ pub mod __buffa {
             #[must_use]
             pub fn disk_full(&self) -> bool {
                 self.0.reborrow().disk_full
+            }
+            /// The kernel killed a process of the sandbox at its memory limit while this ran. It need not have been of this exec:
+            /// the limit is the sandbox's. When it was its main process, `reason` says so too.
+            ///
+            /// Field 9: `memory_limit_hit`
+            #[must_use]
+            pub fn memory_limit_hit(&self) -> bool {
+                self.0.reborrow().memory_limit_hit
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExecExitView<'static>>>

@@ -270,6 +270,7 @@ impl Exec {
                     exited_unix_ms: 1,
                     pids_limit_hit: false,
                     disk_full: false,
+                    memory_limit_hit: false,
                 };
                 output.exit = Some(exit.clone());
                 self.record.lock().unwrap().exit = Some(exit);
