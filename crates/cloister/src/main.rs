@@ -27,6 +27,8 @@ use crate::supervisor::account::Account;
 use crate::terminal::Terminal;
 
 fn main() {
+    // The roles are started by inode, so that the kernel would call them `exe`. A name that cannot be set is only that.
+    let _ = rustix::thread::set_name(c"cloister");
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
