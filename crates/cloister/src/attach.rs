@@ -62,6 +62,8 @@ pub(crate) struct Attachment<'a> {
     stdin: bool,
     next_offset: u64,
     exec: Option<Exec>,
+    /// A signal that came before the exec had started: sent as soon as it has.
+    held_signal: Option<i32>,
 }
 
 enum Step {
@@ -81,6 +83,7 @@ impl<'a> Attachment<'a> {
             spec,
             next_offset: 0,
             exec: None,
+            held_signal: None,
         }
     }
 
@@ -143,8 +146,9 @@ impl<'a> Attachment<'a> {
             cuts += 1;
             tokio::select! {
                 () = tokio::time::sleep(Duration::from_millis(*pause)) => {}
-                interrupt = interrupts.next() => if interrupt == Interrupt::Leave {
-                    return Err(CliError::Interrupted);
+                interrupt = interrupts.next() => match interrupt {
+                    Interrupt::Leave => return Err(CliError::Interrupted),
+                    Interrupt::Forward(signal) => self.hold(signal),
                 }
             }
         }
@@ -191,6 +195,7 @@ impl<'a> Attachment<'a> {
                                 is_new
                             });
                         }
+                        self.send_held().await;
                     }
                     Ok(None) => return Ok(Step::Cut(ConnectError::unavailable("the stream ended without an exit record"))),
                     Err(error) => return Ok(Step::Cut(error)),
@@ -198,9 +203,8 @@ impl<'a> Attachment<'a> {
                 interrupt = interrupts.next() => match interrupt {
                     Interrupt::Leave => return Err(CliError::Interrupted),
                     Interrupt::Forward(signal) => {
-                        if let Err(error) = self.signal(signal).await {
-                            self.terminal.warn(format!("the signal did not arrive: {error}"));
-                        }
+                        self.hold(signal);
+                        self.send_held().await;
                     }
                 },
             }
@@ -227,6 +231,28 @@ impl<'a> Attachment<'a> {
                 print_frame(self.terminal, frame, &mut self.next_offset).await
             }
             None => Ok(None),
+        }
+    }
+
+    /// Keeps a signal for the exec. Says so while there is none yet, because it may run before the signal arrives.
+    fn hold(&mut self, signal: i32) {
+        self.held_signal = Some(signal);
+        if self.exec.is_none() {
+            self.terminal.note(
+                "cloister: the command has not started; the signal is sent when it has, once more leaves it alone",
+            );
+        }
+    }
+
+    /// Sends what is kept, once there is an exec to send it to.
+    async fn send_held(&mut self) {
+        if self.exec.is_none() {
+            return;
+        }
+        if let Some(signal) = self.held_signal.take()
+            && let Err(error) = self.signal(signal).await
+        {
+            self.terminal.warn(format!("the signal did not arrive: {error}"));
         }
     }
 

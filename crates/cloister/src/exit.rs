@@ -53,6 +53,9 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
     };
     let message = exit.message.as_str();
     match exit.reason.as_known() {
+        Some(ExitReason::Exited) if !message.is_empty() => {
+            add("the command ended", message, "`cloister doctor` shows what the host has left");
+        }
         Some(ExitReason::Exited | ExitReason::Signaled) => {}
         Some(ExitReason::OutOfMemory) => {
             add(
@@ -145,6 +148,8 @@ mod tests {
     #[test]
     fn limits_are_named_and_a_plain_exit_says_nothing() {
         assert_eq!(notices(&exit(ExitReason::Exited, 1, 0)), []);
+        let lost = ExecExit { message: "output was lost".into(), ..exit(ExitReason::Exited, 0, 0) };
+        assert_eq!(notices(&lost)[0].text, "the command ended: output was lost");
         let text = |exit: &ExecExit| notices(exit).into_iter().map(|notice| notice.text).collect::<Vec<_>>();
         assert_eq!(text(&exit(ExitReason::OutOfMemory, 137, 9)), ["out of memory"]);
         let said =

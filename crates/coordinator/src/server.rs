@@ -29,7 +29,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tower::ServiceExt as _;
 use tower_http::catch_panic::CatchPanicLayer;
 
@@ -42,6 +42,9 @@ use crate::metrics::Metrics;
 const CONNECTIONS_MAX: usize = 4096;
 /// How long a peer may take for the head of a request.
 const HEADER_DEADLINE: Duration = Duration::from_secs(10);
+/// How long a connection may stay open before its first request: hyper's own limit for the head of a request does not
+/// cover a peer that says nothing, or only that it speaks HTTP/2.
+const FIRST_REQUEST_DEADLINE: Duration = HEADER_DEADLINE;
 /// How long the store may take to answer `/readyz`.
 const READY_DEADLINE: Duration = Duration::from_secs(2);
 /// Pause after the kernel refused a connection, for example for want of file descriptors.
@@ -107,9 +110,11 @@ impl Listeners {
 
     /// Serves until the registry's token is cancelled.
     pub(crate) fn serve(self, tasks: &TaskRegistry, router: Router) {
-        let server = Server { router, tasks: tasks.clone(), room: Arc::new(Semaphore::new(CONNECTIONS_MAX)) };
+        let room = || Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        let server = Server { router, tasks: tasks.clone(), room: room() };
         let token = tasks.token();
-        let (tcp_server, tcp_token) = (server.clone(), token.clone());
+        // Room of its own: whoever fills up the port does not keep out a host agent of this machine.
+        let (tcp_server, tcp_token) = (Server { room: room(), ..server.clone() }, token.clone());
         tasks.spawn(ACCEPT, async move {
             let tcp = self.tcp;
             loop {
@@ -214,7 +219,9 @@ impl Server {
         let token = self.tasks.token();
         self.tasks.spawn(CONNECTION, async move {
             let _permit = permit;
+            let (asked, has_asked) = watch::channel(false);
             let service = hyper::service::service_fn(move |mut request: hyper::Request<Incoming>| {
+                asked.send_replace(true);
                 request.extensions_mut().insert(peer.clone());
                 router.clone().oneshot(request.map(Body::new))
             });
@@ -223,6 +230,7 @@ impl Server {
             tokio::pin!(connection);
             let result = tokio::select! {
                 result = connection.as_mut() => result,
+                () = silence(has_asked) => return Ok(()),
                 () = token.cancelled() => {
                     connection.as_mut().graceful_shutdown();
                     connection.await
@@ -234,6 +242,14 @@ impl Server {
             }
             Ok::<(), Infallible>(())
         });
+    }
+}
+
+/// Waits until a connection has been open too long without a request; for ever once there was one.
+async fn silence(mut has_asked: watch::Receiver<bool>) {
+    let asked = has_asked.wait_for(|asked| *asked);
+    if tokio::time::timeout(FIRST_REQUEST_DEADLINE, asked).await.is_ok() {
+        std::future::pending().await
     }
 }
 

@@ -231,9 +231,12 @@ fn not_active(session_id: &SessionId, state: SessionState, message: &str) -> App
             AppError::new(&error::SANDBOX_NOT_RUNNING, text)
                 .with_remedy("wait until the session is `active`, then try again")
         }
-        SessionState::Active | SessionState::Pausing | SessionState::HostLost => {
-            AppError::new(&error::SANDBOX_NOT_RUNNING, text)
-        }
+        SessionState::Pausing => AppError::new(&error::SANDBOX_NOT_RUNNING, text).with_remedy(format!(
+            "wait until it is `paused`, then `cloister session resume {session_id}` and try again"
+        )),
+        SessionState::HostLost => AppError::new(&error::SANDBOX_NOT_RUNNING, text)
+            .with_remedy("wait until its host is back: `cloister host list` shows whether it is connected"),
+        SessionState::Active => AppError::new(&error::SANDBOX_NOT_RUNNING, text),
         SessionState::Failed | SessionState::Deleting | SessionState::Deleted => {
             AppError::new(&error::WRONG_STATE, text).with_remedy("create a new session")
         }

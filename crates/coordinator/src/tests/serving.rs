@@ -37,6 +37,25 @@ async fn probes_and_metrics_answer_without_a_bearer() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_asks_nothing_is_closed() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let Some(mut coordinator) = TestCoordinator::start().await else { return };
+    let connect = || tokio::net::TcpStream::connect(coordinator.listening.address);
+    let (mut silent, mut preface) = (connect().await.unwrap(), connect().await.unwrap());
+    // Says that it speaks HTTP/2, and no more.
+    preface.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    // One that has asked stays open for as long as it answers pings.
+    let owner = coordinator.owner().await;
+    owner.hosts().list_hosts(ListHostsRequest::default()).await.expect("list");
+    let (mut nothing, mut settings) = (Vec::new(), Vec::new());
+    let closed = async { tokio::join!(silent.read_to_end(&mut nothing), preface.read_to_end(&mut settings)) };
+    let _ = tokio::time::timeout(Duration::from_secs(30), closed).await.expect("both are closed");
+    assert!(nothing.is_empty());
+    owner.hosts().list_hosts(ListHostsRequest::default()).await.expect("list again");
+    coordinator.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restarted_coordinator_does_not_show_a_host_as_connected_before_it_dials() {
     let owner = || Some("owner-token-0123456789-0123456789".to_owned().into());
     let Some(mut first) = TestCoordinator::start_with(|config| config.owner_token = owner()).await else {

@@ -28,6 +28,8 @@ use crate::spool::{self, AppendError, RecordError, Writer};
 
 /// Most characters of a message that the guest may put into a record.
 const MESSAGE_MAX_CHARS: usize = 1024;
+/// How often a disk that did not take an exit record is asked again.
+const EXIT_RECORD_PAUSE: Duration = Duration::from_secs(1);
 /// What a shell returns for a child that SIGKILL ended.
 const CODE_KILLED: i32 = 128 + libc::SIGKILL;
 
@@ -166,11 +168,13 @@ impl Exec {
         self.changed.notify_waiters();
     }
 
-    /// Writes the exit record and tells everybody.
-    pub(super) fn set_ended(&self, exit: Exit) {
-        // A disk that takes no record takes it from the readers of this life only at the next one, which seals it.
+    /// Writes the exit record and tells everybody. A disk that does not take it is asked again until it does: without
+    /// it the end that was told would be another one in the sandbox's next life.
+    pub(super) fn set_ended(self: &Rc<Self>, shim: &Rc<Shim>, exit: Exit) {
         POINTS.reach("shim_before_exit_record");
-        let _ = spool::write_exit(&self.dir, self.pid.get(), &exit);
+        if spool::write_exit(&self.dir, self.pid.get(), &exit).is_err() {
+            shim.following.spawn(write_exit_later(Rc::clone(shim), Rc::clone(self), exit.clone()));
+        }
         POINTS.reach("shim_after_exit_record");
         self.spool.borrow_mut().take();
         *self.state.borrow_mut() = ExecState::Ended(exit);
@@ -222,6 +226,19 @@ impl Exec {
         drop(spool);
         self.changed.notify_waiters();
         if lost { Err(String::new()) } else { Ok(()) }
+    }
+}
+
+/// Tries again to write an exit record, for the last time when the sandbox has ended.
+async fn write_exit_later(shim: Rc<Shim>, exec: Rc<Exec>, exit: Exit) {
+    loop {
+        let is_last = tokio::select! {
+            () = tokio::time::sleep(EXIT_RECORD_PAUSE) => false,
+            () = shim.pid1_ended() => true,
+        };
+        if spool::write_exit(&exec.dir, exec.pid.get(), &exit).is_ok() || is_last || !exec.dir.exists() {
+            return;
+        }
     }
 }
 
@@ -283,7 +300,7 @@ pub(super) async fn follow(
         exit.message =
             format!("{}{separator}output was lost because the host's disk did not take it", exit.message);
     }
-    exec.set_ended(exit);
+    exec.set_ended(&shim, exit);
     // A write that still waits sees the end and lets go.
     exec.stdin.lock().await.take();
 }

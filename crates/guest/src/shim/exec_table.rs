@@ -210,9 +210,9 @@ async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, spec: &ExecSpec, start: guest:
         Ok(Ok(opened)) => opened,
         Ok(Err(error)) => {
             let message = format!("the guest agent could not be asked: {}", super::chain(&error));
-            return exec.set_ended(gone(message));
+            return exec.set_ended(shim, gone(message));
         }
-        Err(_) => return exec.set_ended(gone("the guest agent did not answer".to_owned())),
+        Err(_) => return exec.set_ended(shim, gone("the guest agent did not answer".to_owned())),
     };
     match answer {
         Body::Exec(started) => {
@@ -221,7 +221,7 @@ async fn launch(shim: &Rc<Shim>, exec: &Rc<Exec>, spec: &ExecSpec, start: guest:
             let following = follow(Rc::clone(shim), Rc::clone(exec), connection, before, limit);
             shim.following.spawn(following);
         }
-        Body::Error(error) => exec.set_ended(not_taken(ExitReason::NotStarted, 126, error.message)),
-        _ => exec.set_ended(gone("the guest agent sent nonsense".to_owned())),
+        Body::Error(error) => exec.set_ended(shim, not_taken(ExitReason::NotStarted, 126, error.message)),
+        _ => exec.set_ended(shim, gone("the guest agent sent nonsense".to_owned())),
     }
 }

@@ -91,6 +91,30 @@ fn an_exec_ends_as_sandbox_gone_when_the_guest_agent_dies() {
 }
 
 #[test]
+fn an_exit_record_is_written_once_the_disk_takes_it() {
+    run(async {
+        let peer = Peer::start();
+        let flag = peer.config.socket.with_extension("flag");
+        let script = format!("while [ ! -e '{}' ]; do sleep 0.05; done; exit 7", flag.display());
+        let record = peer.spawn(sh(&script)).await;
+        // Where the record is written first: a directory in its place refuses it as a full disk does.
+        let obstacle = peer.exec_path(&record.exec_id).join("exit.tmp");
+        std::fs::create_dir(&obstacle).unwrap();
+        std::fs::write(&flag, "").unwrap();
+        let ended = peer.client.wait_exec(&record.exec_id, Duration::from_secs(20)).await.unwrap();
+        assert_eq!(ended.exit.unwrap().code, 7);
+        let on_disk = || spool::read_record(&peer.exec_path(&record.exec_id)).unwrap().exit;
+        assert_eq!(on_disk(), None);
+        std::fs::remove_dir(&obstacle).unwrap();
+        let written = until("the record is written", || {
+            let exit = on_disk();
+            (exit.is_some(), exit)
+        });
+        assert_eq!(written.await.unwrap().code, 7);
+    });
+}
+
+#[test]
 fn a_time_limit_holds_even_when_the_guest_agent_hangs() {
     run(async {
         let mut peer = Peer::start();

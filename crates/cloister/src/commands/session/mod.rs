@@ -19,7 +19,7 @@ use crate::cli::Invocation;
 use crate::client::{self, Client, unary};
 use crate::error::CliError;
 use crate::interrupt::Interrupts;
-use crate::terminal::{Terminal, one_line, word};
+use crate::terminal::{Progress, Terminal, one_line, word};
 
 /// How long one call waits for a session to get where it goes; longer waits are several calls.
 const CALL_WAIT: Duration = Duration::from_secs(20);
@@ -156,7 +156,8 @@ impl SessionCommand {
     }
 }
 
-/// Creates a session and waits until its sandbox runs. On an interrupt or failure nothing is left behind.
+/// Creates a session and waits until its sandbox runs. On an interrupt, or when it comes to nothing, nothing is left
+/// behind; when the coordinator cannot be asked any more, the session goes on without us and its id is said.
 ///
 /// # Errors
 ///
@@ -201,7 +202,17 @@ pub(crate) async fn create(
     let error = match settled {
         Ok(session) if session.state.as_known() == Some(SessionState::Active) => return Ok(session),
         Ok(session) => not_active(&session),
-        Err(error) => error,
+        Err(CliError::Interrupted) => {
+            terminal.note(format!("cloister: interrupted; session {id} is deleted"));
+            CliError::Interrupted
+        }
+        Err(error) => {
+            terminal.warn(format!("session {id} was asked for and may still become active"));
+            terminal.hint(format!(
+                "`cloister session get {id}` shows it, `cloister session delete {id}` ends it"
+            ));
+            return Err(error);
+        }
     };
     delete_quietly(client, terminal, &id, Duration::ZERO).await;
     Err(error)
@@ -268,12 +279,37 @@ async fn delete(client: &Client, session: &str, wait: Duration) -> Result<Delete
     unary!(client, sessions, delete_session_with_options, request, client::waiting(wait))
 }
 
+/// Waits until a session that is being deleted is gone: a host that does not answer may take its time.
+async fn until_deleted(
+    client: &Client,
+    progress: &Progress,
+    session: &str,
+    mut answer: DeleteSessionResponse,
+) -> Result<DeleteSessionResponse, CliError> {
+    while answer.session.state.as_known() == Some(SessionState::Deleting) {
+        progress.say(format!(
+            "deleting {session}: {}",
+            one_line(match answer.session.message.as_str() {
+                "" => "its host has not answered yet",
+                message => message,
+            })
+        ));
+        tokio::time::sleep(LOOK_PAUSE).await;
+        // By its id: a name may be somebody else's by now.
+        answer = delete(client, &answer.session.id, CALL_WAIT).await?;
+    }
+    Ok(answer)
+}
+
 async fn delete_all(client: &Client, terminal: Terminal, args: DeleteArgs) -> Result<u8, CliError> {
     let wait = if args.no_wait { Duration::ZERO } else { CALL_WAIT };
     let mut failed = None;
     for session in &args.sessions {
         let progress = terminal.progress(format!("deleting {session}"));
-        let result = delete(client, session, wait).await;
+        let result = match delete(client, session, wait).await {
+            Ok(answer) if !args.no_wait => until_deleted(client, &progress, session, answer).await,
+            other => other,
+        };
         drop(progress);
         match result {
             Ok(answer) if terminal.json => terminal.json_line(&answer)?,
