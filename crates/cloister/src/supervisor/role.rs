@@ -23,6 +23,17 @@ pub(crate) struct RoleArgs {
     pub(crate) stop_sandboxes: bool,
 }
 
+/// Lets this process open as many descriptors as it may: the usual soft limit of 1024, there for programs that use
+/// `select`, is fewer than the connections that a coordinator takes. Not for a host agent, whose children inherit it.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // Refused by nothing that we know of; then fewer connections are served at a time, and the log says so.
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
+        tracing::warn!(error = %error, "the limit of open files cannot be raised");
+    }
+}
+
 impl RoleArgs {
     /// Runs the coordinator until it is told to stop.
     ///
@@ -32,6 +43,7 @@ impl RoleArgs {
     pub(crate) async fn run_coordinator(self) -> Result<u8, CliError> {
         let environment = self.begin()?;
         let config = Config::from_environment(&environment).map_err(configuration)?;
+        raise_descriptor_limit();
         let tasks = TaskRegistry::new();
         let token = shutdown::on_signals(&tasks).map_err(CliError::io("listen for signals"))?;
         cloister_coordinator::run(config, token).await.map_err(|error| failed("coordinator", &error))?;
