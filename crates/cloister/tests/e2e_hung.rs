@@ -49,27 +49,3 @@ fn ctrl_c_before_a_command_has_started_reaches_it_when_it_has() {
     // `sleep` has no handler: the signal ends it, long before its time.
     assert_eq!(exec.wait().unwrap().code(), Some(130));
 }
-
-#[test]
-fn a_deletion_is_waited_for_while_the_host_hangs() {
-    if !can_run() {
-        return;
-    }
-    let up = Up::start();
-    let session = up.ok(&["session", "create"]);
-    let host = up.pid_of("host");
-    kill(host, Signal::STOP);
-    let mut delete = up.command(&["session", "delete", &session]).stdout(Stdio::null()).spawn().unwrap();
-    // One call waits for 20 s; a second one means that the first has come back without the deletion.
-    wait_for("the deletion to be asked for again", || {
-        let audit = up.json(&["audit"]).to_string();
-        match audit.matches("session.delete").count() {
-            0 | 1 => Err(audit),
-            _ => Ok(()),
-        }
-    });
-    assert!(delete.try_wait().unwrap().is_none(), "it ended before the session was gone");
-    kill(host, Signal::CONT);
-    assert!(delete.wait().unwrap().success());
-    assert!(up.json(&["session", "list"])["sessions"].is_null());
-}

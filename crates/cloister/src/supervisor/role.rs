@@ -27,9 +27,9 @@ pub(crate) struct RoleArgs {
 /// `select`, is fewer than the connections that a coordinator takes. Not for a host agent, whose children inherit it.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
+    let most = getrlimit(Resource::Nofile).maximum;
     // Refused by nothing that we know of; then fewer connections are served at a time, and the log says so.
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }) {
         tracing::warn!(error = %error, "the limit of open files cannot be raised");
     }
 }
