@@ -53,9 +53,6 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
     };
     let message = exit.message.as_str();
     match exit.reason.as_known() {
-        Some(ExitReason::Exited) if !message.is_empty() => {
-            add("the command ended", message, "`cloister doctor` shows what the host has left");
-        }
         Some(ExitReason::Exited | ExitReason::Signaled) => {}
         Some(ExitReason::OutOfMemory) => {
             add(
@@ -110,6 +107,13 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
             "give the session more with `--disk`, or delete files",
         );
     }
+    if exit.output_lost {
+        add(
+            "output was lost: the host's disk did not take it",
+            "",
+            "make room on the host, where its data directory is, and run the command again if you need the output",
+        );
+    }
     notices
 }
 
@@ -148,8 +152,6 @@ mod tests {
     #[test]
     fn limits_are_named_and_a_plain_exit_says_nothing() {
         assert_eq!(notices(&exit(ExitReason::Exited, 1, 0)), []);
-        let lost = ExecExit { message: "output was lost".into(), ..exit(ExitReason::Exited, 0, 0) };
-        assert_eq!(notices(&lost)[0].text, "the command ended: output was lost");
         let text = |exit: &ExecExit| notices(exit).into_iter().map(|notice| notice.text).collect::<Vec<_>>();
         assert_eq!(text(&exit(ExitReason::OutOfMemory, 137, 9)), ["out of memory"]);
         let said =
@@ -165,6 +167,8 @@ mod tests {
                 "disk full: the writable layer had no space left"
             ]
         );
+        let lost = ExecExit { output_lost: true, ..exit(ExitReason::Signaled, 143, 15) };
+        assert_eq!(text(&lost), ["output was lost: the host's disk did not take it"]);
         let survived = ExecExit { memory_limit_hit: true, ..exit(ExitReason::Exited, 0, 0) };
         assert_eq!(
             text(&survived),

@@ -93,6 +93,29 @@ fn a_database_that_was_killed_comes_back_and_nothing_acknowledged_is_lost() {
 }
 
 #[test]
+fn roles_have_their_name_and_the_coordinator_may_open_many_files() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    if !can_run() {
+        return;
+    }
+    let most = getrlimit(Resource::Nofile).maximum;
+    // As a login shell has it.
+    setrlimit(Resource::Nofile, Rlimit { current: Some(1024), maximum: most }).unwrap();
+    let up = Up::start();
+    for role in ["coordinator", "host"] {
+        let name = std::fs::read_to_string(format!("/proc/{}/comm", up.pid_of(role))).unwrap();
+        assert_eq!(name.trim(), "cloister", "{role}");
+    }
+    let open_files = |role| {
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", up.pid_of(role))).unwrap();
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+        line.split_whitespace().next().unwrap().to_owned()
+    };
+    assert_eq!(open_files("coordinator"), most.map_or("unlimited".to_owned(), |most| most.to_string()));
+    assert_eq!(open_files("host"), "1024", "programs in sandboxes inherit the host agent's");
+}
+
+#[test]
 fn status_is_good_only_when_the_api_answers_its_caller() {
     if !can_run() {
         return;

@@ -136,6 +136,7 @@ pub fn exit_to_wire(exit: &Exit) -> guest::Exit {
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
+        output_lost: exit.output_lost,
         ..guest::Exit::default()
     }
 }
@@ -156,6 +157,7 @@ pub fn exit_from_wire(exit: guest::Exit) -> Result<Exit, ConvertError> {
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
+        output_lost: exit.output_lost,
     })
 }
 
@@ -221,6 +223,7 @@ mod tests {
                 exited_unix_ms: 6,
                 pids_limit_hit: true,
                 memory_limit_hit: true,
+                output_lost: true,
                 disk_full: true,
             };
             let ended = ExecRecord { exit: Some(exit), ..record.clone() };

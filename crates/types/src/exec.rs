@@ -154,6 +154,9 @@ pub struct Exit {
     /// The kernel killed a process of the sandbox, not necessarily of this exec, at the memory limit while it ran.
     #[serde(default)]
     pub memory_limit_hit: bool,
+    /// The host's own disk did not take all of its output.
+    #[serde(default)]
+    pub output_lost: bool,
 }
 
 impl Exit {

@@ -67,6 +67,7 @@ pub fn exit_to_proto(exit: &Exit) -> common::ExecExit {
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
+        output_lost: exit.output_lost,
         ..Default::default()
     }
 }
@@ -91,6 +92,7 @@ pub fn exit_from_proto(exit: &common::ExecExit) -> Result<Exit, ConvertError> {
         pids_limit_hit: exit.pids_limit_hit,
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
+        output_lost: exit.output_lost,
     })
 }
 
@@ -218,6 +220,7 @@ mod tests {
             exited_unix_ms: 1_764_658_800_123,
             pids_limit_hit: true,
             memory_limit_hit: true,
+            output_lost: true,
             disk_full: false,
         };
         let record = ExecRecord {

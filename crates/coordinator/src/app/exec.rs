@@ -249,3 +249,18 @@ fn exec_answer(target: &Target, answer: Result<ResultKind, LinkError>) -> Result
         _ => Err(LinkError::Malformed(target.host_id.clone()).into()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_that_cannot_be_resumed_is_not_told_to_be() {
+        let id = SessionId::from_u128(1);
+        let remedy = |state| not_active(&id, state, "").remedy.unwrap_or_default();
+        assert!(remedy(SessionState::Paused).starts_with("`cloister session resume"));
+        assert!(remedy(SessionState::Pausing).starts_with("wait until it is `paused`"));
+        assert!(remedy(SessionState::HostLost).contains("`cloister host list`"));
+        assert!(!remedy(SessionState::HostLost).contains("resume"));
+    }
+}

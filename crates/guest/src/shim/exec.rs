@@ -289,17 +289,11 @@ pub(super) async fn follow(
     let mut exit = conclude(&shim, ended, before);
     if unanswered.get() && exit.reason == ExitReason::SandboxGone {
         exit.reason = ExitReason::Timeout;
-        exit.message =
-            "the time limit passed and the guest agent, which keeps it, no longer answered: the sandbox was \
-                        killed"
-                .to_owned();
+        exit.message = "the time limit passed, and the guest agent, which keeps it, no longer answered: the sandbox was killed"
+            .to_owned();
     }
     exit.output_bytes = exec.next_offset();
-    if lost {
-        let separator = if exit.message.is_empty() { "" } else { "; " };
-        exit.message =
-            format!("{}{separator}output was lost because the host's disk did not take it", exit.message);
-    }
+    exit.output_lost = lost;
     exec.set_ended(&shim, exit);
     // A write that still waits sees the end and lets go.
     exec.stdin.lock().await.take();
@@ -348,6 +342,7 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
         pids_limit_hit: false,
         disk_full: false,
         memory_limit_hit: false,
+        output_lost: false,
     });
     exit.message = exit.message.chars().take(MESSAGE_MAX_CHARS).collect();
     // Times, counts and limits are the host's own; the guest's clock and word do not matter.
@@ -386,5 +381,6 @@ pub(super) fn not_taken(reason: ExitReason, code: i32, message: String) -> Exit 
         pids_limit_hit: false,
         disk_full: false,
         memory_limit_hit: false,
+        output_lost: false,
     }
 }

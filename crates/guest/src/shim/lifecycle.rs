@@ -33,9 +33,10 @@ const AGENT_START: Duration = Duration::from_secs(20);
 const FLUSH: Duration = Duration::from_secs(2);
 /// What pid 1 gets beyond a stop's grace before it is killed from outside.
 const STOP_SLACK: Duration = Duration::from_millis(1500);
-
 /// How long the guest agent may take for an answer once an exec is past its time limit.
 const AGENT_ANSWER: Duration = Duration::from_secs(5);
+/// A pause before a guest agent that could not be dialled is dialled again.
+const DIAL_PAUSE: Duration = Duration::from_millis(100);
 /// How far past it is past: what the guest agent needs to enforce it.
 const LIMIT_SLACK: Duration = Duration::from_secs(1);
 
@@ -122,9 +123,13 @@ impl Shim {
     pub(super) async fn until_unanswered(&self, limit: Duration) {
         loop {
             tokio::time::sleep(limit.max(AGENT_ANSWER).saturating_add(LIMIT_SLACK)).await;
-            let asked = timeout(AGENT_ANSWER, self.dial_guest(guest::GetSandbox::default()));
-            // Whatever else it says, it says something.
-            if asked.await.is_err() {
+            let answered = async {
+                // An error is none: the kernel refuses more connections than an agent that hangs has taken.
+                while self.dial_guest(guest::GetSandbox::default()).await.is_err() {
+                    tokio::time::sleep(DIAL_PAUSE).await;
+                }
+            };
+            if timeout(AGENT_ANSWER, answered).await.is_err() {
                 return;
             }
         }

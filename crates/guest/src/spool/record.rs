@@ -157,6 +157,7 @@ pub fn seal(dir: &Path, message: &str, now_unix_ms: u64) -> Result<ExecRecord, R
             pids_limit_hit: false,
             disk_full: false,
             memory_limit_hit: false,
+            output_lost: false,
         };
         write_exit(dir, record.pid, &exit)?;
         record.exit = Some(exit);

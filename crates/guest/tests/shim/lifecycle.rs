@@ -115,6 +115,25 @@ fn an_exit_record_is_written_once_the_disk_takes_it() {
 }
 
 #[test]
+fn output_that_the_disk_does_not_take_is_named_on_the_exit() {
+    run(async {
+        let peer = Peer::start();
+        let kept = peer.run(sh("echo kept")).await.2;
+        assert!(!kept.output_lost);
+        let flag = peer.config.socket.with_extension("flag");
+        let script = format!("while [ ! -e '{}' ]; do sleep 0.05; done; echo gone", flag.display());
+        let record = peer.spawn(sh(&script)).await;
+        // A directory in the place of its first segment refuses it as a full disk does.
+        let obstacle = peer.exec_path(&record.exec_id).join(format!("{:020}.seg", 0));
+        std::fs::create_dir(&obstacle).unwrap();
+        std::fs::write(&flag, "").unwrap();
+        let ended = peer.client.wait_exec(&record.exec_id, Duration::from_secs(20)).await.unwrap();
+        let exit = ended.exit.unwrap();
+        assert_eq!((exit.code, exit.output_bytes, exit.output_lost), (0, 5, true), "{exit:?}");
+    });
+}
+
+#[test]
 fn a_time_limit_holds_even_when_the_guest_agent_hangs() {
     run(async {
         let mut peer = Peer::start();

@@ -286,6 +286,7 @@ impl SimExec {
             exited_unix_ms: world.unix_ms(),
             pids_limit_hit: false,
             memory_limit_hit: reason == ExitReason::OutOfMemory,
+            output_lost: false,
             disk_full: (reason != ExitReason::Exited || code != 0) && world.free_bytes() == 0,
         });
     }

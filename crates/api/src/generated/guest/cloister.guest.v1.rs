@@ -3491,6 +3491,8 @@ pub struct Exit {
     pub disk_full: bool,
     /// Field 9: `memory_limit_hit`
     pub memory_limit_hit: bool,
+    /// Field 10: `output_lost`
+    pub output_lost: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -3506,6 +3508,7 @@ impl ::core::fmt::Debug for Exit {
             .field("pids_limit_hit", &self.pids_limit_hit)
             .field("disk_full", &self.disk_full)
             .field("memory_limit_hit", &self.memory_limit_hit)
+            .field("output_lost", &self.output_lost)
             .finish()
     }
 }
@@ -3564,6 +3567,9 @@ impl ::buffa::Message for Exit {
         if self.memory_limit_hit {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.output_lost {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -3600,6 +3606,9 @@ impl ::buffa::Message for Exit {
         }
         if self.memory_limit_hit {
             ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
+        }
+        if self.output_lost {
+            ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -3677,6 +3686,13 @@ impl ::buffa::Message for Exit {
                 )?;
                 self.memory_limit_hit = ::buffa::types::decode_bool(buf)?;
             }
+            10u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.output_lost = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -3694,6 +3710,7 @@ impl ::buffa::Message for Exit {
         self.pids_limit_hit = false;
         self.disk_full = false;
         self.memory_limit_hit = false;
+        self.output_lost = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -11423,6 +11440,8 @@ pub mod __buffa {
             pub disk_full: bool,
             /// Field 9: `memory_limit_hit`
             pub memory_limit_hit: bool,
+            /// Field 10: `output_lost`
+            pub output_lost: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExitView<'a> {
@@ -11524,6 +11543,13 @@ pub mod __buffa {
                         )?;
                         view.memory_limit_hit = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    10u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.output_lost = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -11556,6 +11582,7 @@ pub mod __buffa {
                     pids_limit_hit: self.pids_limit_hit,
                     disk_full: self.disk_full,
                     memory_limit_hit: self.memory_limit_hit,
+                    output_lost: self.output_lost,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -11606,6 +11633,9 @@ pub mod __buffa {
                 if self.memory_limit_hit {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.output_lost {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -11643,6 +11673,9 @@ pub mod __buffa {
                 }
                 if self.memory_limit_hit {
                     ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
+                }
+                if self.output_lost {
+                    ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -11781,6 +11814,11 @@ pub mod __buffa {
             #[must_use]
             pub fn memory_limit_hit(&self) -> bool {
                 self.0.reborrow().memory_limit_hit
+            }
+            /// Field 10: `output_lost`
+            #[must_use]
+            pub fn output_lost(&self) -> bool {
+                self.0.reborrow().output_lost
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExitView<'static>>>

@@ -1954,6 +1954,16 @@ pub struct ExecExit {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub memory_limit_hit: bool,
+    /// The host's own disk did not take all of its output: what is missing is announced by gaps.
+    ///
+    /// Field 10: `output_lost`
+    #[serde(
+        rename = "outputLost",
+        alias = "output_lost",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub output_lost: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -1970,6 +1980,7 @@ impl ::core::fmt::Debug for ExecExit {
             .field("pids_limit_hit", &self.pids_limit_hit)
             .field("disk_full", &self.disk_full)
             .field("memory_limit_hit", &self.memory_limit_hit)
+            .field("output_lost", &self.output_lost)
             .finish()
     }
 }
@@ -2035,6 +2046,9 @@ impl ::buffa::Message for ExecExit {
         if self.memory_limit_hit {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.output_lost {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -2079,6 +2093,9 @@ impl ::buffa::Message for ExecExit {
         }
         if self.memory_limit_hit {
             ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
+        }
+        if self.output_lost {
+            ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -2162,6 +2179,13 @@ impl ::buffa::Message for ExecExit {
                 )?;
                 self.memory_limit_hit = ::buffa::types::decode_bool(buf)?;
             }
+            10u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.output_lost = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -2179,6 +2203,7 @@ impl ::buffa::Message for ExecExit {
         self.pids_limit_hit = false;
         self.disk_full = false;
         self.memory_limit_hit = false;
+        self.output_lost = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -5111,6 +5136,10 @@ pub mod __buffa {
             ///
             /// Field 9: `memory_limit_hit`
             pub memory_limit_hit: bool,
+            /// The host's own disk did not take all of its output: what is missing is announced by gaps.
+            ///
+            /// Field 10: `output_lost`
+            pub output_lost: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExecExitView<'a> {
@@ -5232,6 +5261,13 @@ pub mod __buffa {
                         )?;
                         view.memory_limit_hit = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    10u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.output_lost = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -5272,6 +5308,7 @@ pub mod __buffa {
                     pids_limit_hit: self.pids_limit_hit,
                     disk_full: self.disk_full,
                     memory_limit_hit: self.memory_limit_hit,
+                    output_lost: self.output_lost,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -5326,6 +5363,9 @@ pub mod __buffa {
                 if self.memory_limit_hit {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.output_lost {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -5371,6 +5411,9 @@ pub mod __buffa {
                 }
                 if self.memory_limit_hit {
                     ::buffa::types::put_bool_field(9u32, self.memory_limit_hit, buf);
+                }
+                if self.output_lost {
+                    ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -5434,6 +5477,9 @@ pub mod __buffa {
                 }
                 if self.memory_limit_hit {
                     __map.serialize_entry("memoryLimitHit", &self.memory_limit_hit)?;
+                }
+                if self.output_lost {
+                    __map.serialize_entry("outputLost", &self.output_lost)?;
                 }
                 __map.end()
             }
@@ -5592,6 +5638,13 @@ pub mod __buffa {
             #[must_use]
             pub fn memory_limit_hit(&self) -> bool {
                 self.0.reborrow().memory_limit_hit
+            }
+            /// The host's own disk did not take all of its output: what is missing is announced by gaps.
+            ///
+            /// Field 10: `output_lost`
+            #[must_use]
+            pub fn output_lost(&self) -> bool {
+                self.0.reborrow().output_lost
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExecExitView<'static>>>

@@ -206,6 +206,8 @@ pub(crate) async fn create(
             terminal.note(format!("cloister: interrupted; session {id} is deleted"));
             CliError::Interrupted
         }
+        // Somebody else has deleted it.
+        Err(error) if error.is_not_found() => return Err(error),
         Err(error) => {
             terminal.warn(format!("session {id} was asked for and may still become active"));
             terminal.hint(format!(

@@ -271,6 +271,7 @@ impl Exec {
                     pids_limit_hit: false,
                     disk_full: false,
                     memory_limit_hit: false,
+                    output_lost: false,
                 };
                 output.exit = Some(exit.clone());
                 self.record.lock().unwrap().exit = Some(exit);
