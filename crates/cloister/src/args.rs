@@ -86,7 +86,7 @@ pub(crate) struct WorkArgs {
     /// Pass standard input on to the command
     #[arg(short, long)]
     pub(crate) interactive: bool,
-    /// Start the command, print its ids and return
+    /// Start the command, print its ids and return; `run` leaves its session then, until it is deleted
     #[arg(short, long, conflicts_with = "interactive")]
     pub(crate) detach: bool,
     /// The command and its arguments

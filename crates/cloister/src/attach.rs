@@ -239,7 +239,7 @@ impl<'a> Attachment<'a> {
         self.held_signal = Some(signal);
         if self.exec.is_none() {
             self.terminal.note(
-                "cloister: the command has not started; the signal is sent when it has, once more leaves it alone",
+                "cloister: the command has not started; the signal is sent when it has, once more stops waiting",
             );
         }
     }

@@ -186,6 +186,7 @@ fn a_clean_stop_leaves_no_process_and_pauses_sessions() {
     assert_eq!(up.processes(), Vec::<String>::new());
     assert_eq!(up.mounts(), Vec::<String>::new());
     up.run(&["status"]).expect(3);
+    up.run(&["doctor", "--listen", "127.0.0.1:0"]).expect(0);
     let down = std::process::Command::new("date").args(["-u", "+%Y-%m-%dT%H:%M:%S.%NZ"]).output().unwrap();
     let down = String::from_utf8(down.stdout).unwrap();
     up.start_again();
@@ -286,7 +287,11 @@ fn detached_up_returns_ready_and_down_purges_everything() {
     let text = up.ok(&["up", "--detach", "--listen", "127.0.0.1:0"]);
     assert!(text.contains("Cloister is up"), "{text}");
     up.run(&["run", "--", "true"]).expect(0);
-    up.run(&["doctor", "--listen", "127.0.0.1:0"]).expect(0);
+    // The port of what runs is its own, whoever has the one that another would take.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    up.run(&["doctor", "--listen", &taken.local_addr().unwrap().to_string()]).expect(0);
+    let (status, sockets) = (up.ok(&["status"]), up.path("run/postgres"));
+    assert!(status.contains(&format!("sockets in {}", sockets.display())) && sockets.is_dir(), "{status}");
     assert!(up.json(&["host", "list"])["hosts"][0]["connected"] == true);
     up.run(&["down", "--purge"]).expect(1).says(&["--yes"]);
     up.ok(&["down", "--purge", "--yes"]);

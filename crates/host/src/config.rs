@@ -25,7 +25,7 @@ pub const COORDINATOR_ENDPOINT: EnvVar = EnvVar {
 /// What the host shows the coordinator.
 pub const COORDINATOR_TOKEN: EnvVar = EnvVar {
     name: "CLOISTER_COORDINATOR_TOKEN",
-    doc: "The bearer token of a host; `cloister token create` makes one. It is never logged.",
+    doc: "The bearer token of the host link: one of the coordinator's `CLOISTER_AUTH_TOKENS`; tokens of the API are none. It is never logged.",
     default: None,
     unit: None,
     since: "0.1.0",

@@ -16,7 +16,7 @@ const PAGE_SIZE: u32 = 500;
 pub(crate) enum AuditCommand {
     /// List entries, newest first
     List {
-        /// Only entries about this id
+        /// Only entries about this id; a name finds nothing, because it may have been of several
         #[arg(long, value_name = "ID")]
         resource: Option<String>,
         /// Most entries to print

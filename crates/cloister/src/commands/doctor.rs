@@ -52,9 +52,10 @@ impl DoctorArgs {
         let terminal = invocation.terminal;
         let layout = self.layout.layout()?;
         let progress = terminal.progress("checking this machine");
-        let mut checks = local_checks(&layout, self.listen);
+        let up = UpRecord::load(&layout).ok().flatten().filter(UpRecord::is_alive);
+        let mut checks = local_checks(&layout, self.listen, up.as_ref());
         progress.say("asking the coordinator");
-        let (coordinator, hosts) = ask_coordinator(invocation).await;
+        let (coordinator, hosts) = ask_coordinator(invocation, up.is_some()).await;
         checks.push(coordinator);
         drop(progress);
         let is_broken = checks.iter().any(|check| check.status == CapabilityStatus::Failed);
@@ -113,7 +114,7 @@ pub(crate) fn finding_text(
     text
 }
 
-async fn ask_coordinator(invocation: &Invocation) -> (Capability, Vec<Host>) {
+async fn ask_coordinator(invocation: &Invocation, is_up: bool) -> (Capability, Vec<Host>) {
     let name = "coordinator";
     let target = match invocation.target() {
         Ok(target) => target,
@@ -143,6 +144,11 @@ async fn ask_coordinator(invocation: &Invocation) -> (Capability, Vec<Host>) {
                 (Capability::ok(name, found), hosts)
             }
         }
+        // The context of an `up` that was stopped: nothing is broken.
+        Err(error @ CliError::Unreachable { .. }) if !is_up && is_local(&target.endpoint) => {
+            let remedy = "`sudo cloister up --detach` starts one".to_owned();
+            (Capability { remedy, ..Capability::not_applicable(name, error.to_string()) }, Vec::new())
+        }
         Err(error) => {
             let remedy = error.hint().unwrap_or_default();
             (Capability::failed(name, error.to_string(), remedy), Vec::new())
@@ -150,8 +156,14 @@ async fn ask_coordinator(invocation: &Invocation) -> (Capability, Vec<Host>) {
     }
 }
 
-fn local_checks(layout: &Layout, listen: SocketAddr) -> Vec<Capability> {
-    let up = UpRecord::load(layout).ok().flatten().filter(UpRecord::is_alive);
+/// Returns whether an endpoint is of this machine only.
+fn is_local(endpoint: &str) -> bool {
+    let authority = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+    authority.parse().is_ok_and(|address: SocketAddr| address.ip().is_loopback())
+        || authority.starts_with("localhost:")
+}
+
+fn local_checks(layout: &Layout, listen: SocketAddr, up: Option<&UpRecord>) -> Vec<Capability> {
     vec![
         root(rustix::process::geteuid()),
         kernel(),
@@ -162,8 +174,8 @@ fn local_checks(layout: &Layout, listen: SocketAddr) -> Vec<Capability> {
         loop_devices(),
         postgres(),
         data_directory(&layout.data),
-        port(listen, up.as_ref()),
-        running(up.as_ref(), layout),
+        port(listen, up),
+        running(up, layout),
     ]
 }
 
@@ -375,8 +387,9 @@ fn data_directory(path: &Path) -> Capability {
 
 fn port(listen: SocketAddr, up: Option<&UpRecord>) -> Capability {
     let name = "port";
-    if up.is_some_and(|up| up.endpoint == format!("http://{listen}")) {
-        return Capability::ok(name, format!("{listen} is the running coordinator's"));
+    if let Some(up) = up {
+        // Whichever it was given: the one that another `up` would take is not asked about.
+        return Capability::ok(name, format!("{} is the running coordinator's", up.endpoint));
     }
     match TcpListener::bind(listen) {
         Ok(_) => Capability::ok(name, format!("{listen} can be bound")),
@@ -441,10 +454,20 @@ mod tests {
     }
 
     #[test]
+    fn only_loopback_is_of_this_machine() {
+        for endpoint in ["http://127.0.0.1:8080", "http://[::1]:80", "http://localhost:8080"] {
+            assert!(is_local(endpoint), "{endpoint}");
+        }
+        for endpoint in ["http://192.0.2.1:8080", "http://localhost.example:8080", "http://cloister:8080"] {
+            assert!(!is_local(endpoint), "{endpoint}");
+        }
+    }
+
+    #[test]
     fn every_finding_has_a_name_of_its_own_and_every_failure_a_remedy() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout { data: directory.path().join("a"), run: directory.path().join("b") };
-        let checks = local_checks(&layout, SocketAddr::from(([127, 0, 0, 1], 0)));
+        let checks = local_checks(&layout, SocketAddr::from(([127, 0, 0, 1], 0)), None);
         let mut names: Vec<&str> = checks.iter().map(|check| check.name.as_str()).collect();
         names.sort_unstable();
         names.dedup();

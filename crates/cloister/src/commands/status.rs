@@ -89,7 +89,8 @@ fn describe(terminal: Terminal, status: &Status) -> String {
             lines.push(format!("  data      {}", up.data_dir.display()));
             lines.push(format!("  run       {}", up.run_dir.display()));
             lines.push(format!("  logs      {}", up.logs_dir.display()));
-            lines.push(format!("  database  {}", up.database));
+            let socket = up.database_socket_dir().map(|path| format!(", sockets in {}", path.display()));
+            lines.push(format!("  database  {}{}", up.database, socket.unwrap_or_default()));
             let mut table = Table::new(["ROLE", "PID", "RESTARTS"]);
             for role in &up.roles {
                 let pid = role.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());

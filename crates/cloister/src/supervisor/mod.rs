@@ -394,7 +394,7 @@ pub(crate) fn require_root(verb: &str) -> Result<(), CliError> {
     }
     Err(CliError::refused(
         format!("`cloister {verb}` needs root: sandboxes are made of namespaces, cgroups and mounts"),
-        format!("run `sudo cloister {verb}`; every other command works without root"),
+        format!("run `sudo cloister {verb}`; commands about sessions and hosts need none"),
     ))
 }
 

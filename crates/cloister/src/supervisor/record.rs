@@ -55,6 +55,12 @@ pub(crate) struct RoleRecord {
 }
 
 impl UpRecord {
+    /// Returns where the private database has its socket; none with one from outside.
+    pub(crate) fn database_socket_dir(&self) -> Option<PathBuf> {
+        let layout = Layout { data: self.data_dir.clone(), run: self.run_dir.clone() };
+        (self.database == "private").then(|| layout.run_of("postgres"))
+    }
+
     /// Reads what the last `up` said; nothing when there was none.
     ///
     /// # Errors
