@@ -353,7 +353,10 @@ fn shell(script: &str) -> String {
 /// Runs an attack on a process that another exec left.
 fn on_other_exec(off: &[Defence], attack: fn(&Sandbox, &str) -> String) -> String {
     let sandbox = Sandbox::without(off);
-    let pid = sandbox.shell("sleep 1000 >/dev/null 2>&1 </dev/null & echo $!");
+    // While it is still becoming `sleep`, it has no environment for anybody.
+    let pid = sandbox.shell(
+        "sleep 1000 >/dev/null 2>&1 </dev/null & until grep -q . /proc/$!/environ; do :; done; echo $!",
+    );
     attack(&sandbox, &pid)
 }
 
