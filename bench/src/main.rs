@@ -290,8 +290,8 @@ async fn exec(cloister: &Cloister, peers: &mut [Peer], runs: u32, report: &mut R
     let shares: Vec<String> =
         shares.iter().map(|(name, time)| format!("{name} {} ms", millis(*time))).collect();
     report.line(&format!(
-        "\nCPU time of one of those one after the other: {}. The rest of its time is the kernel's waking of one process \
-         by the next.",
+        "\nCPU time of one of those one after the other: {}. The rest is the program itself, the disk, and the kernel's \
+         waking of one process by the next.",
         shares.join(", ")
     ));
     Ok(())
