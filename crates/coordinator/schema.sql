@@ -70,7 +70,7 @@ CREATE TABLE public.session_events (
     message text DEFAULT ''::text NOT NULL,
     at timestamp with time zone DEFAULT public.cloister_now() NOT NULL,
     CONSTRAINT session_events_cursor_check CHECK ((cursor > 0)),
-    CONSTRAINT session_events_reason_check CHECK ((reason = ANY (ARRAY['requested'::text, 'no_capacity'::text, 'no_host'::text, 'start_failed'::text, 'deadline_exceeded'::text, 'out_of_memory'::text, 'sandbox_gone'::text, 'host_restarted'::text, 'host_rebooted'::text, 'host_unreachable'::text, 'expired'::text, 'host_stopped'::text, 'layer_missing'::text]))),
+    CONSTRAINT session_events_reason_check CHECK ((reason = ANY (ARRAY['requested'::text, 'no_capacity'::text, 'no_host'::text, 'start_failed'::text, 'deadline_exceeded'::text, 'out_of_memory'::text, 'sandbox_gone'::text, 'host_restarted'::text, 'host_rebooted'::text, 'host_unreachable'::text, 'expired'::text, 'host_stopped'::text, 'layer_missing'::text, 'disk_error'::text]))),
     CONSTRAINT session_events_state_check CHECK ((state = ANY (ARRAY['pending'::text, 'queued'::text, 'starting'::text, 'active'::text, 'pausing'::text, 'paused'::text, 'resuming'::text, 'host_lost'::text, 'failed'::text, 'deleting'::text, 'deleted'::text])))
 );
 
@@ -139,7 +139,7 @@ CREATE TABLE public.sessions (
     CONSTRAINT sessions_pids_check CHECK ((pids > 0)),
     CONSTRAINT sessions_placed_check CHECK (((state = ANY (ARRAY['pending'::text, 'queued'::text, 'failed'::text, 'deleting'::text, 'deleted'::text])) OR ((host_id IS NOT NULL) AND (sandbox_id IS NOT NULL) AND (backend IS NOT NULL)))),
     CONSTRAINT sessions_queue_check CHECK (((state = 'queued'::text) = (queue_seq IS NOT NULL))),
-    CONSTRAINT sessions_reason_check CHECK ((reason = ANY (ARRAY['requested'::text, 'no_capacity'::text, 'no_host'::text, 'start_failed'::text, 'deadline_exceeded'::text, 'out_of_memory'::text, 'sandbox_gone'::text, 'host_restarted'::text, 'host_rebooted'::text, 'host_unreachable'::text, 'expired'::text, 'host_stopped'::text, 'layer_missing'::text]))),
+    CONSTRAINT sessions_reason_check CHECK ((reason = ANY (ARRAY['requested'::text, 'no_capacity'::text, 'no_host'::text, 'start_failed'::text, 'deadline_exceeded'::text, 'out_of_memory'::text, 'sandbox_gone'::text, 'host_restarted'::text, 'host_rebooted'::text, 'host_unreachable'::text, 'expired'::text, 'host_stopped'::text, 'layer_missing'::text, 'disk_error'::text]))),
     CONSTRAINT sessions_requested_backend_check CHECK ((requested_backend = ANY (ARRAY['sim'::text, 'namespace'::text]))),
     CONSTRAINT sessions_state_check CHECK ((state = ANY (ARRAY['pending'::text, 'queued'::text, 'starting'::text, 'active'::text, 'pausing'::text, 'paused'::text, 'resuming'::text, 'host_lost'::text, 'failed'::text, 'deleting'::text, 'deleted'::text])))
 );

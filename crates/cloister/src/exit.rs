@@ -107,6 +107,13 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
             "give the session more with `--disk`, or delete files",
         );
     }
+    if exit.disk_error {
+        add(
+            "disk error: files that were written in the sandbox may be lost",
+            "",
+            "make room on the host, where its data directory is, then pause and resume the session, which checks its files",
+        );
+    }
     if exit.output_lost {
         add(
             "output was lost: the host's disk did not take it",
@@ -169,6 +176,8 @@ mod tests {
         );
         let lost = ExecExit { output_lost: true, ..exit(ExitReason::Signaled, 143, 15) };
         assert_eq!(text(&lost), ["output was lost: the host's disk did not take it"]);
+        let broken = ExecExit { disk_error: true, ..exit(ExitReason::Exited, 0, 0) };
+        assert_eq!(text(&broken), ["disk error: files that were written in the sandbox may be lost"]);
         let survived = ExecExit { memory_limit_hit: true, ..exit(ExitReason::Exited, 0, 0) };
         assert_eq!(
             text(&survived),

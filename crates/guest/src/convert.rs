@@ -137,6 +137,7 @@ pub fn exit_to_wire(exit: &Exit) -> guest::Exit {
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
         output_lost: exit.output_lost,
+        disk_error: exit.disk_error,
         ..guest::Exit::default()
     }
 }
@@ -158,6 +159,7 @@ pub fn exit_from_wire(exit: guest::Exit) -> Result<Exit, ConvertError> {
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
         output_lost: exit.output_lost,
+        disk_error: exit.disk_error,
     })
 }
 
@@ -224,6 +226,7 @@ mod tests {
                 pids_limit_hit: true,
                 memory_limit_hit: true,
                 output_lost: true,
+                disk_error: true,
                 disk_full: true,
             };
             let ended = ExecRecord { exit: Some(exit), ..record.clone() };

@@ -42,6 +42,7 @@ pub(crate) fn open(config: &HostConfig) -> Result<Vec<Arc<dyn Backend>>, HostErr
         BackendKind::Namespace => {
             let mut namespace = NamespaceConfig::new(config.paths.clone());
             namespace.spool_max_bytes = config.exec_spool.0;
+            namespace.session_spool_max_bytes = config.session_spool.0;
             namespace.warm_sandboxes = config.warm_sandboxes;
             let open = NamespaceBackend::open(namespace);
             Arc::new(open.map_err(|source| HostError::OpenBackend { backend: kind, source })?)

@@ -20,7 +20,7 @@ use cloister_api::host::{
     Command, CommandResult, CreateSandbox, ExecList, HostErrorKind, SandboxCreated, SandboxRemoved,
     SandboxStopped, Signaled, StartExec, StdinWritten, StepTiming, StopSandbox, WriteStdin,
 };
-use cloister_sandbox::backend::{Backend, OutputReader, Sandbox, SandboxError, SandboxSpec};
+use cloister_sandbox::backend::{Backend, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec};
 use cloister_types::exec::ExecRecord;
 use cloister_types::{ExecId, ExecSpec, Limits, SandboxId, SessionId};
 
@@ -62,7 +62,7 @@ impl Agent {
                 answer
             }
             Kind::Stop(stop) => {
-                let answer = self.stop(&session_id, &stop).await.map(|()| SandboxStopped::default().into());
+                let answer = self.stop(&session_id, &stop).await.map(Into::into);
                 drop(turn);
                 answer
             }
@@ -214,21 +214,26 @@ impl Agent {
         Ok(answer)
     }
 
-    async fn stop(&self, session_id: &SessionId, stop: &StopSandbox) -> Result<(), Refusal> {
+    async fn stop(&self, session_id: &SessionId, stop: &StopSandbox) -> Result<SandboxStopped, Refusal> {
         let wanted: Option<SandboxId> = match stop.sandbox_id.as_str() {
             "" => None,
             text => Some(text.parse()?),
         };
         match self.find(session_id) {
             Some(live) if wanted.is_none_or(|wanted| live.sandbox.spec().sandbox_id == wanted) => {
-                self.end(&live, Duration::from_millis(stop.grace_ms).min(GRACE_MAX)).await
+                let gone = self.end(&live, Duration::from_millis(stop.grace_ms).min(GRACE_MAX)).await?;
+                Ok(SandboxStopped {
+                    reason: gone.reason.to_string(),
+                    message: gone.message,
+                    ..Default::default()
+                })
             }
             // It has ended, or another one runs that nobody asked to stop.
-            Some(_) | None => Ok(()),
+            Some(_) | None => Ok(SandboxStopped::default()),
         }
     }
 
-    async fn end(&self, live: &Live, grace: Duration) -> Result<(), Refusal> {
+    async fn end(&self, live: &Live, grace: Duration) -> Result<Gone, Refusal> {
         let spec = live.sandbox.spec();
         live.ending.store(true, Ordering::SeqCst);
         if let Err(error) = live.sandbox.stop(grace).await {
@@ -237,8 +242,12 @@ impl Agent {
         }
         POINTS.reach("host_after_stop");
         self.forget(&live.sandbox);
-        tracing::info!(session_id = %spec.session_id, sandbox_id = %spec.sandbox_id, "sandbox stopped");
-        Ok(())
+        // It has ended: this says how, and does not wait.
+        let gone = live.sandbox.wait_gone().await;
+        tracing::info!(
+            session_id = %spec.session_id, sandbox_id = %spec.sandbox_id, reason = %gone.reason, "sandbox stopped"
+        );
+        Ok(gone)
     }
 
     /// Removes all of a session from this host. The caller holds its turn.

@@ -93,7 +93,7 @@ pub const HOST_CPU_MILLIS: EnvVar = EnvVar {
 pub const HOST_DISK_BYTES: EnvVar = EnvVar {
     name: "CLOISTER_HOST_DISK_BYTES",
     doc: "Sum of the disk limits of all sessions. Unset means what is free where the data directory is, with \
-          what layers occupy already.",
+          what layers occupy already, less a tenth of it (2 GiB at least) for output, logs and the database.",
     default: None,
     unit: Some("bytes"),
     since: "0.1.0",
@@ -109,6 +109,16 @@ pub const HOST_EXEC_SPOOL_BYTES: EnvVar = EnvVar {
     since: "0.1.0",
 };
 
+/// Kept output of a session.
+pub const HOST_SESSION_SPOOL_BYTES: EnvVar = EnvVar {
+    name: "CLOISTER_HOST_SESSION_SPOOL_BYTES",
+    doc: "Most bytes of output kept for all execs of a session. Those that run have an equal part of it each; beyond it \
+          the oldest ended execs that nobody reads lose their output and keep their records.",
+    default: Some("268435456"),
+    unit: Some("bytes"),
+    since: "0.1.0",
+};
+
 /// Ready sandboxes.
 pub const HOST_WARM_SANDBOXES: EnvVar = EnvVar {
     name: "CLOISTER_HOST_WARM_SANDBOXES",
@@ -120,7 +130,7 @@ pub const HOST_WARM_SANDBOXES: EnvVar = EnvVar {
 };
 
 /// Every variable of the host role.
-pub const VARIABLES: [&EnvVar; 11] = [
+pub const VARIABLES: [&EnvVar; 12] = [
     &COORDINATOR_ENDPOINT,
     &COORDINATOR_TOKEN,
     &DATA_DIR,
@@ -131,6 +141,7 @@ pub const VARIABLES: [&EnvVar; 11] = [
     &HOST_CPU_MILLIS,
     &HOST_DISK_BYTES,
     &HOST_EXEC_SPOOL_BYTES,
+    &HOST_SESSION_SPOOL_BYTES,
     &HOST_WARM_SANDBOXES,
 ];
 
@@ -166,6 +177,8 @@ pub struct HostConfig {
     pub capacity: CapacityOverride,
     /// Most bytes of output kept for each exec.
     pub exec_spool: ByteCount,
+    /// Most bytes of output kept for all execs of a session.
+    pub session_spool: ByteCount,
     /// Sandboxes that are kept ready.
     pub warm_sandboxes: usize,
 }
@@ -228,6 +241,13 @@ impl HostConfig {
                 HOST_EXEC_SPOOL_BYTES.name, exec_spool.0
             ));
         }
+        let session_spool = reader.parse::<ByteCount>(&HOST_SESSION_SPOOL_BYTES).unwrap_or(exec_spool);
+        if session_spool < exec_spool {
+            reader.problem(format!(
+                "`{}` is `{}`: at least `{}`, which is {}",
+                HOST_SESSION_SPOOL_BYTES.name, session_spool.0, HOST_EXEC_SPOOL_BYTES.name, exec_spool.0
+            ));
+        }
         let warm_sandboxes = reader.parse::<usize>(&HOST_WARM_SANDBOXES).unwrap_or_default();
         if warm_sandboxes > WARM_SANDBOXES_MAX {
             reader.problem(format!(
@@ -237,7 +257,17 @@ impl HostConfig {
         }
         // Without an endpoint there is a problem, and `finish` returns nothing of this.
         let endpoint = endpoint.unwrap_or_else(|| Endpoint::Unix(PathBuf::new()));
-        reader.finish(Self { endpoint, token, paths, backend, name, capacity, exec_spool, warm_sandboxes })
+        reader.finish(Self {
+            endpoint,
+            token,
+            paths,
+            backend,
+            name,
+            capacity,
+            exec_spool,
+            session_spool,
+            warm_sandboxes,
+        })
     }
 }
 
@@ -259,7 +289,7 @@ mod tests {
         let config = HostConfig::read_as(&environment(&[]), true).expect("no problem");
         assert_eq!(config.backend, BackendChoice::Auto);
         assert_eq!(config.paths.data_dir, PathBuf::from("/var/lib/cloister"));
-        assert_eq!(config.exec_spool, ByteCount::mib(16));
+        assert_eq!((config.exec_spool, config.session_spool), (ByteCount::mib(16), ByteCount::mib(256)));
         assert_eq!(config.warm_sandboxes, 4);
         assert_eq!(config.capacity, CapacityOverride::default());
         assert!(!format!("{config:?}").contains("a-secret"));

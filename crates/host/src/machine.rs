@@ -9,6 +9,10 @@ use cloister_types::{ByteCount, CpuMillis};
 /// Left to the machine itself, whatever its size: host agent, shims, page tables, a shell to log in with.
 const MEMORY_RESERVE: ByteCount = ByteCount::mib(512);
 
+/// Left free where the data directory is: output of execs, logs and the private database grow beside the layers, and
+/// a layer that the disk has no room for loses what was written to it.
+const DISK_RESERVE: ByteCount = ByteCount::mib(2048);
+
 /// CPU limits are ceilings that are rarely reached together, not reservations: this many times the machine's
 /// CPUs are promised, so that with default limits memory, which cannot be shared out twice, decides.
 const CPU_OVERCOMMIT: u32 = 16;
@@ -55,7 +59,11 @@ impl Capacity {
         };
         let disk = match given.disk {
             Some(disk) => disk,
-            None => ByteCount(free_disk(data_dir)?.saturating_add(used_by_sessions(data_dir)?)),
+            None => {
+                let total = free_disk(data_dir)?.saturating_add(used_by_sessions(data_dir)?);
+                let reserve = DISK_RESERVE.0.max(total / 10).min(total / 2);
+                ByteCount(total - reserve)
+            }
         };
         Ok(Self { memory, cpus, disk })
     }

@@ -57,7 +57,7 @@ pub struct Gone {
     pub session_id: SessionId,
     /// The instance that ended.
     pub sandbox_id: SandboxId,
-    /// `Requested` after a stop, `OutOfMemory`, `SandboxGone`, `HostRebooted`.
+    /// `Requested` after a stop, `OutOfMemory`, `SandboxGone`, `HostRebooted`, `DiskError` when files were lost.
     pub reason: Reason,
     /// One sentence for people.
     pub message: String,

@@ -157,6 +157,9 @@ pub struct Exit {
     /// The host's own disk did not take all of its output.
     #[serde(default)]
     pub output_lost: bool,
+    /// The host's own disk is full or failed below the layer: what was written may be lost.
+    #[serde(default)]
+    pub disk_error: bool,
 }
 
 impl Exit {

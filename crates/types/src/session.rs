@@ -117,6 +117,8 @@ words! {
         HostStopped = "host_stopped",
         /// Its kept files are no longer on its host.
         LayerMissing = "layer_missing",
+        /// The host's disk did not take what was written to its layer.
+        DiskError = "disk_error",
     }
 }
 

@@ -68,6 +68,7 @@ pub fn exit_to_proto(exit: &Exit) -> common::ExecExit {
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
         output_lost: exit.output_lost,
+        disk_error: exit.disk_error,
         ..Default::default()
     }
 }
@@ -93,6 +94,7 @@ pub fn exit_from_proto(exit: &common::ExecExit) -> Result<Exit, ConvertError> {
         disk_full: exit.disk_full,
         memory_limit_hit: exit.memory_limit_hit,
         output_lost: exit.output_lost,
+        disk_error: exit.disk_error,
     })
 }
 
@@ -221,6 +223,7 @@ mod tests {
             pids_limit_hit: true,
             memory_limit_hit: true,
             output_lost: true,
+            disk_error: true,
             disk_full: false,
         };
         let record = ExecRecord {

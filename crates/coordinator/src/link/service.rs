@@ -276,7 +276,8 @@ fn ended(report: &cloister_api::host::SandboxReport) -> Option<(Reason, String)>
         | Reason::OutOfMemory
         | Reason::SandboxGone
         | Reason::HostRestarted
-        | Reason::HostRebooted => Some((reason, message)),
+        | Reason::HostRebooted
+        | Reason::DiskError => Some((reason, message)),
         Reason::NoCapacity
         | Reason::NoHost
         | Reason::StartFailed

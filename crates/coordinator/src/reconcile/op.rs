@@ -262,7 +262,17 @@ impl OpExecutor {
         let stop =
             StopSandbox { sandbox_id: sandbox_id.to_string(), grace_ms: STOP_GRACE, ..Default::default() };
         match self.links.command(host_id, &op.session.id, op.epoch, stop, STOP_DEADLINE).await {
-            Ok(_) => self.commit(op, result_of(op, SessionEvent::PauseDone)).await,
+            Ok(answer) => {
+                let mut params = result_of(op, SessionEvent::PauseDone);
+                // A stop that went as asked says nothing new; lost files do.
+                if let ResultKind::Stopped(stopped) = answer
+                    && stopped.reason == Reason::DiskError.as_str()
+                {
+                    params.reason = Some(Reason::DiskError);
+                    params.message = stopped.message.chars().take(1024).collect();
+                }
+                self.commit(op, params).await
+            }
             Err(error) => match error.refusal() {
                 // Nothing is left to stop.
                 Some(HostErrorKind::NotFound | HostErrorKind::NotRunning) => {

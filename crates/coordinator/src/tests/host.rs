@@ -63,6 +63,8 @@ pub(super) struct Faults {
     pub(super) refuse_create: Mutex<Option<(HostErrorKind, String)>>,
     /// Fail at removing.
     pub(super) refuse_remove: AtomicBool,
+    /// A stop finds that the disk did not take everything.
+    pub(super) disk_error: AtomicBool,
     /// Claim this isolation for new sandboxes.
     pub(super) weak: AtomicBool,
 }
@@ -355,7 +357,12 @@ impl Runner {
                 match state.sandboxes.get_mut(&session_id) {
                     Some(sandbox) if sandbox.sandbox_id == stop.sandbox_id => {
                         sandbox.running = false;
-                        Some(SandboxStopped::default().into())
+                        let mut stopped = SandboxStopped::default();
+                        if self.faults.disk_error.load(Ordering::SeqCst) {
+                            stopped.reason = "disk_error".to_owned();
+                            stopped.message = "make room".to_owned();
+                        }
+                        Some(stopped.into())
                     }
                     _ => refused(HostErrorKind::NotFound, "no such sandbox"),
                 }

@@ -277,6 +277,30 @@ async fn a_host_that_is_shut_down_pauses_its_sessions_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pause_that_lost_files_says_so() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let host = FakeHost::connect(&coordinator, 8 * GIB).await;
+    let owner = coordinator.owner().await;
+    let id = active_session(&owner, "c1").await.id;
+    for (request, is_broken, reason, message) in
+        [("p1", true, "disk_error", "make room"), ("p2", false, "requested", "")]
+    {
+        host.faults.disk_error.store(is_broken, Ordering::SeqCst);
+        let pause = PauseSessionRequest {
+            session: id.clone(),
+            request_id: request.to_owned(),
+            wait_ms: 5000,
+            ..Default::default()
+        };
+        owner.sessions().pause_session(pause).await.expect("pause");
+        let after = get(&owner, &id).await;
+        assert_eq!(after.state, SessionState::Paused, "{}", after.message);
+        assert_eq!((after.reason.as_str(), after.message.as_str()), (reason, message));
+        owner.sessions().resume_session(resume(&format!("r-{request}"), &id)).await.expect("resume");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_host_that_fails_gets_a_few_attempts() {
     let Some(coordinator) = TestCoordinator::start().await else { return };
     let host = FakeHost::connect(&coordinator, 8 * GIB).await;

@@ -38,6 +38,8 @@ pub struct ShimConfig {
     pub cwd: String,
     /// Most bytes of output kept for each exec.
     pub spool_max_bytes: u64,
+    /// Most bytes of output kept for all execs together.
+    pub session_spool_max_bytes: u64,
     /// Most execs kept, running and ended.
     pub execs_max: u32,
     /// Nobody's yet: it may be given an identity once, by `ClaimSandbox`, and runs nothing before.
@@ -174,7 +176,7 @@ pub enum ShimReport {
 /// What `exit.json` in the sandbox directory holds once pid 1 has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SandboxExitRecord {
-    /// `stopped`, `out_of_memory`, `killed` or `crashed`.
+    /// `stopped`, `out_of_memory`, `killed`, `crashed`, or `disk_error`: however it ended, files of it were lost.
     pub reason: String,
     /// One sentence for people.
     pub message: String,

@@ -5,19 +5,27 @@
 //! a child that did. A kill that it survived, the process limit and the disk are reported beside the exit and do not
 //! change it.
 //!
-//! For the disk there is no count: no kernel counter says that a write was refused. The layer is looked at when an exec
+//! For a full disk there is no count: no kernel counter says that a write was refused. The layer is looked at when an exec
 //! ends, and a full one is reported to an exec that failed; one that succeeded has nothing to be explained.
+//!
+//! A disk that breaks below the layer (the host's own is full, or fails) is counted by the layer's filesystem where that
+//! met it itself (`/sys/fs/ext4/<device>/errors_count`). File data that was lost on the way out is told by `syncfs`
+//! alone, which writes everything out and so is asked for only once the sandbox has ended; before, a host's disk without
+//! room under an image that takes its room as it is written is told as well.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use super::config::CgroupConfig;
+use super::config::{DiskConfig, ShimConfig};
 
 /// Free bytes below which the layer counts as full, unless a 64th of it is less. A refused write leaves what it asked
 /// for in one piece: after `dd bs=1M` on ext4, 400 to 560 KiB stayed free.
 const FULL_BELOW_BYTES: u64 = 1024 * 1024;
+
+/// What a host's disk cannot place any more when it has less than this.
+const NO_ROOM_BYTES: u64 = 64 * 1024;
 
 /// The counts at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -31,14 +39,27 @@ pub(super) struct Counters {
     oom: Option<File>,
     pids: Option<File>,
     layer: OwnedFd,
+    /// Where the layer's filesystem counts its errors, and how many it had at the start.
+    errors: Option<(File, u64)>,
+    /// The directory of a sparse image.
+    below: Option<File>,
 }
 
 impl Counters {
-    /// Opens the files of `cgroup`; one that is not there counts nothing.
-    pub(super) fn open(cgroup: &CgroupConfig, layer: OwnedFd) -> Self {
+    /// Opens the files of the control groups; one that is not there counts nothing.
+    pub(super) fn open(config: &ShimConfig, layer: OwnedFd) -> Self {
+        let cgroup = &config.cgroup;
         let open =
             |path: &Option<std::path::PathBuf>| path.as_deref().and_then(|path: &Path| File::open(path).ok());
-        Self { oom: open(&cgroup.oom_file), pids: open(&cgroup.pids_file), layer }
+        let errors = errors_file(&layer).map(|file| {
+            let before = number(&file);
+            (file, before)
+        });
+        let below = match &config.disk {
+            DiskConfig::Loop { image } => image.parent().and_then(|directory| File::open(directory).ok()),
+            DiskConfig::Directory { .. } | DiskConfig::Tmpfs { .. } => None,
+        };
+        Self { oom: open(&cgroup.oom_file), pids: open(&cgroup.pids_file), layer, errors, below }
     }
 
     /// Does something with the top directory of the writable layer.
@@ -60,6 +81,41 @@ impl Counters {
         let size = stat.f_blocks.saturating_mul(stat.f_frsize);
         is_full(size, free) || (stat.f_files > 0 && stat.f_favail == 0)
     }
+
+    /// Returns whether what is being written may be lost: the host's disk has no room for it, or failed.
+    pub(super) fn disk_error(&self) -> bool {
+        self.layer_failed() || self.below.as_ref().is_some_and(has_no_room)
+    }
+
+    /// Returns whether the layer's filesystem has met an error of its disk since the sandbox started.
+    pub(super) fn layer_failed(&self) -> bool {
+        self.errors.as_ref().is_some_and(|(file, before)| number(file) > *before)
+    }
+
+    /// Returns another descriptor of the layer, with which it is written out.
+    pub(super) fn layer(&self) -> std::io::Result<OwnedFd> {
+        self.layer.try_clone()
+    }
+}
+
+fn has_no_room(directory: &File) -> bool {
+    rustix::fs::fstatvfs(directory)
+        .is_ok_and(|stat| stat.f_bavail.saturating_mul(stat.f_frsize) < NO_ROOM_BYTES)
+}
+
+/// Opens the file in which the filesystem of `layer` counts its errors; of a filesystem that is not ext4 there is none.
+fn errors_file(layer: &OwnedFd) -> Option<File> {
+    let device = rustix::fs::fstat(layer).ok()?.st_dev;
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let link = std::fs::read_link(format!("/sys/dev/block/{major}:{minor}")).ok()?;
+    File::open(Path::new("/sys/fs/ext4").join(link.file_name()?).join("errors_count")).ok()
+}
+
+/// Returns the number that is all of a file; 0 when there is none.
+fn number(file: &File) -> u64 {
+    let mut buffer = [0; 32];
+    let length = file.read_at(&mut buffer, 0).unwrap_or(0);
+    String::from_utf8_lossy(&buffer[..length]).trim().parse().unwrap_or(0)
 }
 
 fn is_full(size_bytes: u64, free_bytes: u64) -> bool {

@@ -56,6 +56,8 @@ pub(super) struct Exec {
     /// Gone with the exec's end: an ended exec holds no descriptor.
     spool: RefCell<Option<Writer>>,
     next_offset: Cell<u64>,
+    /// Bytes of its output on the disk.
+    kept_bytes: Cell<u64>,
     readers: RefCell<Vec<Rc<Cell<u64>>>>,
     /// Told at every change of state and after every piece of output.
     pub(super) changed: Notify,
@@ -73,8 +75,10 @@ impl Exec {
 
     /// Returns an exec of an earlier sandbox.
     pub(super) fn ended(record: &ExecRecord, dir: PathBuf, exit: Exit) -> Self {
-        let next_offset = exit.output_bytes;
-        Self::new(record, dir, ExecState::Ended(exit), None, next_offset)
+        let (next_offset, kept) = (exit.output_bytes, spool::kept_bytes(&dir));
+        let exec = Self::new(record, dir, ExecState::Ended(exit), None, next_offset);
+        exec.kept_bytes.set(kept);
+        exec
     }
 
     fn new(
@@ -94,6 +98,7 @@ impl Exec {
             state: RefCell::new(state),
             spool: RefCell::new(spool),
             next_offset: Cell::new(next_offset),
+            kept_bytes: Cell::new(0),
             readers: RefCell::default(),
             changed: Notify::new(),
             room: Notify::new(),
@@ -112,6 +117,26 @@ impl Exec {
     /// Returns the offset after the newest byte.
     pub(super) fn next_offset(&self) -> u64 {
         self.next_offset.get()
+    }
+
+    /// Returns the bytes of its output that are on the disk.
+    pub(super) fn kept_bytes(&self) -> u64 {
+        self.kept_bytes.get()
+    }
+
+    /// Bounds what is kept of it from now on; an ended exec keeps what it has.
+    pub(super) fn set_max_bytes(&self, max_bytes: u64) {
+        if let Some(writer) = self.spool.borrow_mut().as_mut() {
+            writer.set_max_bytes(max_bytes, !self.has_readers());
+            self.kept_bytes.set(writer.kept_bytes());
+        }
+        self.room.notify_waiters();
+    }
+
+    /// Removes the output of an ended exec.
+    pub(super) fn drop_output(&self) {
+        spool::drop_output(&self.dir);
+        self.kept_bytes.set(0);
     }
 
     /// Returns whether somebody reads it.
@@ -179,6 +204,7 @@ impl Exec {
         self.spool.borrow_mut().take();
         *self.state.borrow_mut() = ExecState::Ended(exit);
         self.changed.notify_waiters();
+        shim.execs.share_bound(&shim.config);
     }
 
     /// Counts a reader in from `from_offset` on; it counts until the guard is dropped.
@@ -222,6 +248,7 @@ impl Exec {
             Err(AppendError::Lost(_)) => true,
         };
         self.next_offset.set(writer.next_offset());
+        self.kept_bytes.set(writer.kept_bytes());
         POINTS.reach("shim_after_output");
         drop(spool);
         self.changed.notify_waiters();
@@ -311,7 +338,7 @@ async fn gather(shim: &Shim, exec: &Exec, mut connection: Connection) -> (Result
         }
         match connection.reader.next().await {
             Ok(Some(Body::Output(output))) => match exec.append(&output, exec.needed_from()) {
-                Ok(()) => {}
+                Ok(()) => shim.execs.trim(&shim.config),
                 Err(reason) if reason.is_empty() => lost = true,
                 Err(reason) => break Err(format!("the guest agent sent nonsense: {reason}")),
             },
@@ -343,6 +370,7 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
         disk_full: false,
         memory_limit_hit: false,
         output_lost: false,
+        disk_error: false,
     });
     exit.message = exit.message.chars().take(MESSAGE_MAX_CHARS).collect();
     // Times, counts and limits are the host's own; the guest's clock and word do not matter.
@@ -350,6 +378,8 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
     exit.pids_limit_hit = after.pids_limit_hits > before.pids_limit_hits;
     exit.memory_limit_hit = after.oom_kills > before.oom_kills;
     exit.disk_full = exit.failed() && shim.counters.disk_full();
+    // Whatever it returned: what it wrote may never have reached the disk.
+    exit.disk_error = shim.counters.disk_error();
     let killed = match exit.reason {
         ExitReason::Signaled => exit.signal == Some(libc::SIGKILL),
         ExitReason::Exited => exit.code == CODE_KILLED,
@@ -382,5 +412,6 @@ pub(super) fn not_taken(reason: ExitReason, code: i32, message: String) -> Exit 
         disk_full: false,
         memory_limit_hit: false,
         output_lost: false,
+        disk_error: false,
     }
 }

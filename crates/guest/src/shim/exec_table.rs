@@ -1,4 +1,7 @@
 //! Every exec of the session that is still kept, running or ended, and how one comes into the list.
+//!
+//! Their output shares one bound: those that run have an equal part of it each (at most the bound of an exec), and those
+//! that have ended what is left. Beyond it the oldest that nobody reads lose their output and keep their records.
 
 use std::cell::RefCell;
 use std::fs::DirBuilder;
@@ -14,7 +17,7 @@ use cloister_types::name::validate_request_id;
 use cloister_types::{ExecId, ExecSpec, ExitReason};
 use tokio::time::timeout;
 
-use super::config::Defence;
+use super::config::{Defence, ShimConfig};
 use super::exec::{Exec, follow, not_taken};
 use super::lifecycle::{Shim, unix_ms};
 use crate::convert;
@@ -57,7 +60,7 @@ impl ExecTable {
         let mut execs = Vec::new();
         for record in spool::read_records(exec_dir).unwrap_or_default() {
             let dir = exec_dir.join(record.exec_id.as_str());
-            let sealed = spool::seal(&dir, "the sandbox ended before the program did", unix_ms());
+            let sealed = spool::seal(&dir, spool::ENDED_BEFORE, unix_ms());
             if let Ok(ExecRecord { exit: Some(exit), .. }) = sealed {
                 execs.push(Rc::new(Exec::ended(&record, dir, exit)));
             }
@@ -81,6 +84,40 @@ impl ExecTable {
     /// Returns all execs, oldest first.
     pub(super) fn all(&self) -> Vec<Rc<Exec>> {
         self.execs.borrow().clone()
+    }
+
+    /// Gives each exec that runs its part of the session's bound.
+    pub(super) fn share_bound(&self, config: &ShimConfig) {
+        if config.defences_off.contains(&Defence::SpoolBound) {
+            return;
+        }
+        let execs = self.execs.borrow();
+        let running = execs.iter().filter(|exec| exec.exit().is_none());
+        let count = u64::try_from(running.clone().count()).unwrap_or(u64::MAX).max(1);
+        let share = config.spool_max_bytes.min(config.session_spool_max_bytes / count);
+        for exec in running {
+            exec.set_max_bytes(share);
+        }
+        drop(execs);
+        self.trim(config);
+    }
+
+    /// Removes the output of the oldest ended execs that nobody reads while there is more than the session's bound.
+    pub(super) fn trim(&self, config: &ShimConfig) {
+        if config.defences_off.contains(&Defence::SpoolBound) {
+            return;
+        }
+        let execs = self.execs.borrow();
+        let mut kept: u64 = execs.iter().map(|exec| exec.kept_bytes()).sum();
+        for exec in execs.iter() {
+            if kept <= config.session_spool_max_bytes {
+                return;
+            }
+            if exec.kept_bytes() > 0 && exec.exit().is_some() && !exec.has_readers() {
+                kept -= exec.kept_bytes();
+                exec.drop_output();
+            }
+        }
     }
 
     /// Makes room for one more by forgetting the oldest ended exec that nobody reads. Returns what is to be removed
@@ -150,6 +187,7 @@ pub(super) async fn start(
     };
     let exec = Rc::new(create(shim, &record)?);
     shim.execs.execs.borrow_mut().push(Rc::clone(&exec));
+    shim.execs.share_bound(&shim.config);
     launch(shim, &exec, &record.spec, start).await;
     let record = exec.record_with(record.spec);
     Ok((exec, record))

@@ -10,6 +10,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use cloister_api::guest;
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions};
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixListener;
@@ -57,6 +58,8 @@ pub(super) struct Shim {
     pub(super) shares_name: bool,
     pidfd: AsyncFd<OwnedFd>,
     stopping: Cell<bool>,
+    /// The layer outlives the sandbox: nobody who stopped it was in such a hurry that its files cannot matter.
+    keeps_layer: Cell<bool>,
     /// The guest agent no longer answered and was killed for it.
     unanswering: Cell<bool>,
     pid1_ended: watch::Sender<bool>,
@@ -96,6 +99,7 @@ impl Shim {
     /// Ends the sandbox and returns how it ended. Asking twice ends it once, by the shorter grace.
     pub(super) async fn stop(&self, grace: Duration) -> SandboxExitRecord {
         self.stopping.set(true);
+        self.keeps_layer.set(!grace.is_zero());
         POINTS.reach("shim_after_stop_begun");
         let asked = timeout(STOP_SLACK, async {
             let request = guest::StopSandbox {
@@ -241,7 +245,7 @@ async fn prepare(
     timings.push(("guest_agent".to_owned(), micros(begin.elapsed())));
     let shim = Rc::new(Shim {
         identity: RefCell::new(Identity::of(&config)),
-        counters: Counters::open(&config.cgroup, started.layer_fd),
+        counters: Counters::open(&config, started.layer_fd),
         execs: ExecTable::load(&config.exec_dir),
         following: Tasks::default(),
         serving: Tasks::default(),
@@ -250,6 +254,7 @@ async fn prepare(
         shares_name: started.shares_name,
         pidfd,
         stopping: Cell::new(false),
+        keeps_layer: Cell::new(true),
         unanswering: Cell::new(false),
         pid1_ended: watch::Sender::new(false),
         gone: watch::Sender::new(None),
@@ -293,7 +298,13 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
     shim.pid1_ended.send_replace(true);
     // Every guest connection is at its end now, so that this takes as long as the last bytes take to be written.
     let _ = timeout(FLUSH, shim.following.at_most(0)).await;
-    let record = classify(&shim, status, before);
+    let mut record = classify(&shim, status, before);
+    if shim.keeps_layer.get() && !layer_is_whole(&shim).await {
+        record.reason = "disk_error".to_owned();
+        record
+            .message
+            .push_str("; the host's disk did not take all of its files: make room there, then resume");
+    }
     let directory = shim.identity.borrow().sandbox_dir.clone();
     let (path, unfinished) = (directory.join("exit.json"), directory.join("exit.json.tmp"));
     // Without the file the host agent finds a dead shim and says so.
@@ -308,6 +319,14 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
     POINTS.reach("shim_after_socket_removed");
     accepting.abort();
     ExitCode::SUCCESS
+}
+
+/// Writes the layer out and returns whether all of it arrived: at the unmount that follows nobody would be told.
+async fn layer_is_whole(shim: &Shim) -> bool {
+    let Ok(layer) = shim.counters.layer() else { return true };
+    let synced = tokio::task::spawn_blocking(move || rustix::fs::syncfs(layer)).await;
+    let is_lost = matches!(synced, Ok(Err(Errno::IO | Errno::NOSPC | Errno::DQUOT | Errno::ROFS)));
+    !is_lost && !shim.counters.layer_failed()
 }
 
 /// Returns the record of the sandbox's end.

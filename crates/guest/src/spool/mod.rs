@@ -17,6 +17,7 @@
 //! - Reading from an offset gives every byte from there on, in order and once, or says with a gap which are gone.
 //! - The segments of an exec take at most the bound on the disk. Beyond it the oldest are unlinked, but never one
 //!   that an attached reader has not read: then the writer says so and nothing is written.
+//! - The execs of a session share a bound as well: see the shim's list of execs.
 //! - A record that a crash tore is no record: what lies before it reads well.
 //! - Nothing is synced: output is as durable as the machine is up.
 
@@ -24,7 +25,7 @@ mod reader;
 mod record;
 mod writer;
 
-pub use reader::{Chunk, EndedReader, Reader};
+pub use reader::{Chunk, EndedReader, Reader, drop_output, kept_bytes};
 pub use record::{RecordError, read_record, read_records, seal, write_exit, write_spec};
 pub use writer::{AppendError, Writer};
 
@@ -34,6 +35,9 @@ pub const SEGMENT_MAX_BYTES: u64 = 1024 * 1024;
 const RECORD_HEADER_BYTES: usize = 5;
 /// What a segment's name ends in.
 const SEGMENT_SUFFIX: &str = ".seg";
+
+/// What is said of an exec whose sandbox ended first.
+pub const ENDED_BEFORE: &str = "the sandbox ended before the program did";
 
 /// Returns the name of the segment that starts at `offset`: padded, so that names sort like offsets.
 fn segment_name(offset: u64) -> String {

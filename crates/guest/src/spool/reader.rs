@@ -229,6 +229,21 @@ fn segment_starts(dir: &Path) -> io::Result<Vec<u64>> {
     Ok(starts)
 }
 
+/// Returns the bytes that an ended exec's output takes on the disk.
+pub fn kept_bytes(dir: &Path) -> u64 {
+    let starts = segment_starts(dir).unwrap_or_default();
+    let sizes = starts.into_iter().filter_map(|start| std::fs::metadata(dir.join(segment_name(start))).ok());
+    sizes.map(|metadata| metadata.len()).sum()
+}
+
+/// Removes an ended exec's output; its records stay, and readers are told of the gap.
+pub fn drop_output(dir: &Path) {
+    for start in segment_starts(dir).unwrap_or_default() {
+        // One that stays is removed with the exec.
+        let _ = std::fs::remove_file(dir.join(segment_name(start)));
+    }
+}
+
 /// Reads the output of an exec whose writer is gone, up to and with its last frame.
 pub struct EndedReader {
     reader: Reader,

@@ -139,7 +139,8 @@ pub fn read_records(exec_dir: &Path) -> Result<Vec<ExecRecord>, RecordError> {
     Ok(records)
 }
 
-/// Gives an exec whose sandbox is gone its exit record, if it has none, and returns the whole record.
+/// Gives an exec whose sandbox is gone its exit record, if it has none, and returns the whole record. A full disk is no
+/// error: whoever asks next seals it again.
 ///
 /// # Errors
 ///
@@ -158,8 +159,12 @@ pub fn seal(dir: &Path, message: &str, now_unix_ms: u64) -> Result<ExecRecord, R
             disk_full: false,
             memory_limit_hit: false,
             output_lost: false,
+            disk_error: false,
         };
-        write_exit(dir, record.pid, &exit)?;
+        match write_exit(dir, record.pid, &exit) {
+            Err(RecordError::Write { source, .. }) if source.kind() == io::ErrorKind::StorageFull => {}
+            written => written?,
+        }
         record.exit = Some(exit);
     }
     Ok(record)

@@ -47,15 +47,26 @@ pub struct Writer {
 impl Writer {
     /// Returns the writer of a new spool in the existing directory `dir`.
     pub fn new(dir: PathBuf, max_bytes: u64) -> Self {
-        let segment_max_bytes = (max_bytes / SEGMENTS_OF_A_BOUND).clamp(SEGMENT_MIN_BYTES, SEGMENT_MAX_BYTES);
         Self {
             dir,
             max_bytes,
-            segment_max_bytes,
+            segment_max_bytes: segment_max_bytes(max_bytes),
             closed: VecDeque::new(),
             closed_bytes: 0,
             open: None,
             next_offset: 0,
+        }
+    }
+
+    /// Changes the bound. With `unread` nobody needs what is beyond it, and it goes at once; else at the next bytes.
+    pub fn set_max_bytes(&mut self, max_bytes: u64, unread: bool) {
+        self.max_bytes = max_bytes;
+        self.segment_max_bytes = segment_max_bytes(max_bytes);
+        if self.open.as_ref().is_some_and(|(open, _)| open.file_bytes > self.segment_max_bytes) {
+            self.close();
+        }
+        if unread {
+            self.drop_beyond_bound();
         }
     }
 
@@ -174,6 +185,11 @@ impl Writer {
             let _ = std::fs::remove_file(self.dir.join(segment_name(oldest.start)));
         }
     }
+}
+
+/// Returns how large a segment may be under a bound.
+fn segment_max_bytes(max_bytes: u64) -> u64 {
+    (max_bytes / SEGMENTS_OF_A_BOUND).clamp(SEGMENT_MIN_BYTES, SEGMENT_MAX_BYTES)
 }
 
 fn write_record(file: &mut File, header: &[u8], data: &[u8]) -> io::Result<()> {

@@ -89,6 +89,7 @@ pub(crate) fn config(directory: &Path) -> ShimConfig {
         ]),
         cwd: "/workspace".to_owned(),
         spool_max_bytes: 1 << 20,
+        session_spool_max_bytes: 16 << 20,
         execs_max: 16,
         warm: false,
         defences_off: vec![],

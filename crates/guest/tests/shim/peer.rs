@@ -48,6 +48,7 @@ pub fn config(dir: &std::path::Path) -> ShimConfig {
             .into(),
         cwd: "/".to_owned(),
         spool_max_bytes: 4 * 1024 * 1024,
+        session_spool_max_bytes: 64 * 1024 * 1024,
         execs_max: 64,
         warm: false,
         defences_off: Vec::new(),

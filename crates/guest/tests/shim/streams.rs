@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cloister_guest::client::ClientError;
-use cloister_types::{ExecSpec, ExitReason, OutputFrame};
+use cloister_types::{ExecId, ExecSpec, ExitReason, OutputFrame, OutputStream};
 
 use crate::peer::{Peer, argv, collect, rss_kib, run, sh};
 
@@ -121,6 +121,69 @@ fn without_a_reader_the_oldest_output_goes_and_is_announced() {
         let Some(OutputFrame::Gap { from: 0, to }) = reader.next().await.unwrap() else { panic!("no gap") };
         let (stdout, _, _) = collect(&mut reader).await;
         assert_eq!(to + u64::try_from(stdout.len()).unwrap(), 3_000_000);
+    });
+}
+
+/// Bytes of output on the disk of one exec.
+fn output_on_disk(peer: &Peer, exec_id: &ExecId) -> u64 {
+    std::fs::read_dir(peer.exec_path(exec_id))
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.path().extension().is_some_and(|extension| extension == "seg"))
+        .map(|entry| entry.metadata().unwrap().len())
+        .sum()
+}
+
+#[test]
+fn the_execs_of_a_session_share_a_bound() {
+    const MIB: u64 = 1024 * 1024;
+    run(async {
+        let peer = Peer::start_with(|config| {
+            config.spool_max_bytes = MIB;
+            config.session_spool_max_bytes = 2 * MIB;
+        });
+        // Each fits its own bound; five are more than the session's.
+        let mut records = Vec::new();
+        for _ in 0..5 {
+            let record = peer.spawn(sh("head -c 800000 /dev/zero")).await;
+            peer.client.wait_exec(&record.exec_id, Duration::from_secs(20)).await.unwrap();
+            records.push(record);
+            let kept: u64 = records.iter().map(|record| output_on_disk(&peer, &record.exec_id)).sum();
+            assert!(kept <= 2 * MIB, "{kept} bytes are kept");
+        }
+        let kept: Vec<bool> =
+            records.iter().map(|record| output_on_disk(&peer, &record.exec_id) > 0).collect();
+        assert_eq!(kept, [false, false, false, true, true], "the oldest go first");
+        // Its record stays, and its reader is told.
+        let oldest = peer.client.exec(&records[0].exec_id).await.unwrap();
+        assert_eq!(oldest.exit.unwrap().output_bytes, 800_000);
+        let mut reader = peer.client.read_output(&records[0].exec_id, 0, false).await.unwrap();
+        assert_eq!(reader.next().await.unwrap(), Some(OutputFrame::Gap { from: 0, to: 800_000 }));
+        assert!(matches!(reader.next().await.unwrap(), Some(OutputFrame::Exit(_))));
+
+        // Eight that run have a quarter of a MiB each, also the one that had printed more before.
+        let first = peer.spawn(sh("head -c 800000 /dev/zero; exec sleep 100")).await;
+        while output_on_disk(&peer, &first.exec_id) < 800_000 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let mut running = vec![first];
+        for _ in 0..7 {
+            running.push(peer.spawn(sh("head -c 800000 /dev/zero; echo end >&2; exec sleep 100")).await);
+        }
+        for record in &running[1..] {
+            let mut reader = peer.client.read_output(&record.exec_id, 0, false).await.unwrap();
+            while !matches!(
+                reader.next().await.unwrap(),
+                Some(OutputFrame::Data { stream: OutputStream::Stderr, .. })
+            ) {}
+        }
+        for record in &running {
+            let kept = output_on_disk(&peer, &record.exec_id);
+            assert!(kept <= MIB / 4 + 4096, "{kept} bytes are kept of one of eight");
+        }
+        for record in &running {
+            peer.client.signal(&record.exec_id, 9).await.unwrap();
+        }
     });
 }
 

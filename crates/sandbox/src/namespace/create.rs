@@ -197,7 +197,7 @@ impl Taken {
         let paths = &self.paths;
         // A shim in the middle of its work would go on taking what is given back here.
         children::kill(&self.intent.sandbox_id);
-        if let Err(error) = reap::reap(paths, &self.intent, &self.inner.boot_id, true) {
+        if let Err(error) = reap::reap(paths, &self.intent, &self.inner.boot_id, true, None) {
             tracing::warn!(sandbox_id = %self.intent.sandbox_id, error = %chain(&error), "undo of a create is not complete");
             return;
         }
@@ -419,6 +419,7 @@ fn shim_config(inner: &Inner, paths: &HostPaths, intent: &Intent, files: JoinFil
         env: inner.config.env.clone(),
         cwd: inner.config.cwd.clone(),
         spool_max_bytes: inner.config.spool_max_bytes,
+        session_spool_max_bytes: inner.config.session_spool_max_bytes,
         execs_max: inner.config.execs_max,
         warm: paths.data_dir != inner.paths().data_dir,
         defences_off: inner.config.defences_off.clone(),

@@ -93,7 +93,7 @@ impl NamespaceBackend {
         }
         let inner = Arc::clone(&self.inner);
         let gone =
-            blocking("reap sandbox", move || reap::reap(inner.paths(), &intent, &inner.boot_id, false))
+            blocking("reap sandbox", move || reap::reap(inner.paths(), &intent, &inner.boot_id, false, None))
                 .await?;
         Ok(Found::Ended(gone))
     }

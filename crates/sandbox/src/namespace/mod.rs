@@ -58,6 +58,8 @@ pub struct NamespaceConfig {
     pub paths: HostPaths,
     /// Most bytes of output kept for each exec.
     pub spool_max_bytes: u64,
+    /// Most bytes of output kept for all execs of a session.
+    pub session_spool_max_bytes: u64,
     /// Most execs kept for each sandbox.
     pub execs_max: u32,
     /// Whether a layer may be in memory where nothing else can be limited; it then ends with its sandbox.
@@ -83,6 +85,7 @@ impl NamespaceConfig {
         Self {
             paths,
             spool_max_bytes: 16 * 1024 * 1024,
+            session_spool_max_bytes: 256 * 1024 * 1024,
             execs_max: 1024,
             allow_tmpfs: false,
             env: env.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
@@ -252,8 +255,20 @@ impl Backend for NamespaceBackend {
     async fn ended_execs(&self, session_id: &SessionId) -> Result<Vec<ExecRecord>, SandboxError> {
         self.require_session(session_id).await?;
         let directory = self.inner.paths().execs_dir(session_id);
+        let has_sandbox = self.inner.sandbox_of(session_id).is_some();
         blocking("list execs", move || {
-            spool::read_records(&directory).map_err(|error| SandboxError::failed("list execs", error))
+            let failed = |error| SandboxError::failed("list execs", error);
+            let records = spool::read_records(&directory).map_err(failed)?;
+            if has_sandbox {
+                return Ok(records);
+            }
+            // One that a full disk kept from its exit record when its sandbox was taken down.
+            let seal = |record: ExecRecord| match record.exit {
+                Some(_) => Ok(record),
+                None => spool::seal(&directory.join(record.exec_id.as_str()), spool::ENDED_BEFORE, unix_ms())
+                    .map_err(failed),
+            };
+            records.into_iter().map(seal).collect()
         })
         .await
     }

@@ -25,7 +25,8 @@ const SHIM_GRACE: Duration = Duration::from_secs(2);
 /// How long killed processes may take to go: the kernel frees their memory meanwhile.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Takes everything of a sandbox down and returns how it ended; `was_requested` when somebody asked for that.
+/// Takes everything of a sandbox down and returns how it ended; `was_requested` when somebody asked for that, `told` what
+/// the shim answered where it was asked.
 ///
 /// # Errors
 ///
@@ -35,6 +36,7 @@ pub(super) fn reap(
     intent: &Intent,
     boot_id: &str,
     was_requested: bool,
+    told: Option<&SandboxExitRecord>,
 ) -> Result<Gone, SandboxError> {
     let directory = paths.sandbox_dir(&intent.sandbox_id);
     let is_this_boot = intent.boot_id == boot_id;
@@ -42,9 +44,9 @@ pub(super) fn reap(
         end_processes(intent, &directory)?;
     }
     POINTS.reach("sandbox_after_detach");
-    let gone = judge(intent, &directory, is_this_boot, was_requested);
+    let gone = judge(intent, &directory, is_this_boot, was_requested, told);
     seal_execs(paths, intent, &gone.message)?;
-    record_end(paths, &gone);
+    let is_recorded = record_end(paths, &gone);
     POINTS.reach("sandbox_after_seal");
     layout::remove_file(&intent.socket)
         .map_err(|error| SandboxError::failed("remove the shim's socket", error))?;
@@ -52,18 +54,26 @@ pub(super) fn reap(
     layout::remove_dir(&directory)
         .map_err(|error| SandboxError::failed("remove the sandbox's directory", error))?;
     POINTS.reach("sandbox_after_sandbox_removed");
+    // What was removed made room.
+    if !is_recorded && !record_end(paths, &gone) {
+        // An earlier sandbox's end would be taken for this one's.
+        let _ = fs::remove_file(paths.session_dir(&gone.session_id).join(layout::ENDED_FILE));
+    }
     Ok(gone)
 }
 
 /// Keeps how the sandbox ended where it outlives the sandbox's directory: whoever was to be told may be killed before
-/// anybody was. What is lost without it is the reason, so that a full disk must not keep a sandbox from being reaped.
-fn record_end(paths: &HostPaths, gone: &Gone) {
+/// anybody was; returns whether it is kept. What is lost without it is the reason, so that a full disk must not keep a
+/// sandbox from being reaped.
+fn record_end(paths: &HostPaths, gone: &Gone) -> bool {
     let directory = paths.session_dir(&gone.session_id);
     if directory.is_dir()
         && let Err(error) = write_record(&directory.join(layout::ENDED_FILE), gone, false)
     {
         tracing::warn!(session_id = %gone.session_id, error = %chain(&error), "how the sandbox ended is not kept");
+        return false;
     }
+    true
 }
 
 /// Returns whether the sandbox's shim lives: it holds a lock for life.
@@ -148,13 +158,22 @@ fn is_shim_of(process: &Path, config: &Path) -> bool {
 }
 
 /// Returns why the sandbox ended, from what the shim wrote and what is known beside it.
-fn judge(intent: &Intent, directory: &Path, is_this_boot: bool, was_requested: bool) -> Gone {
+fn judge(
+    intent: &Intent,
+    directory: &Path,
+    is_this_boot: bool,
+    was_requested: bool,
+    told: Option<&SandboxExitRecord>,
+) -> Gone {
     let gone = |reason, message: String| Gone {
         session_id: intent.session_id.clone(),
         sandbox_id: intent.sandbox_id.clone(),
         reason,
         message,
     };
+    if let Some(record) = told {
+        return gone(reason_of(&record.reason, was_requested), record.message.clone());
+    }
     match read_record::<SandboxExitRecord>(&directory.join("exit.json")) {
         Ok(Some(record)) => gone(reason_of(&record.reason, was_requested), record.message),
         Ok(None) if !is_this_boot => {
@@ -170,6 +189,7 @@ fn reason_of(word: &str, was_requested: bool) -> Reason {
     match word {
         "stopped" => Reason::Requested,
         "out_of_memory" => Reason::OutOfMemory,
+        "disk_error" => Reason::DiskError,
         // Killed by us after it did not stop by itself.
         _ if was_requested => Reason::Requested,
         _ => Reason::SandboxGone,
@@ -263,10 +283,10 @@ mod tests {
             };
             write_record(&directory.join("exit.json"), &record, false).unwrap();
         }
-        let gone = reap(paths, intent, boot_id, asked).unwrap();
+        let gone = reap(paths, intent, boot_id, asked, None).unwrap();
         assert!(!directory.exists());
         // Again, as after a crash at the very end.
-        reap(paths, intent, boot_id, asked).unwrap();
+        reap(paths, intent, boot_id, asked, None).unwrap();
         gone
     }
 

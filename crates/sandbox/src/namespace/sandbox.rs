@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use cloister_guest::client::{self, Client, ClientError};
+use cloister_guest::shim::config::SandboxExitRecord;
 use cloister_guest::spool::{self, EndedReader};
 use cloister_types::exec::ExecRecord;
 use cloister_types::{ExecId, ExecSpec, IsolationFact, OutputFrame};
@@ -32,6 +33,8 @@ pub(super) struct NamespaceSandbox {
 struct End {
     /// Somebody asked for it.
     was_requested: AtomicBool,
+    /// What the shim said itself: a full disk may have kept it from writing that down.
+    told: OnceLock<SandboxExitRecord>,
     /// Held while it is taken down.
     releasing: Mutex<()>,
     /// Set when nothing is left.
@@ -88,7 +91,7 @@ impl NamespaceSandbox {
                 return Ok(gone.clone());
             }
             let was_requested = end.was_requested.load(Ordering::Acquire);
-            let gone = reap::reap(inner.paths(), &intent, &inner.boot_id, was_requested)?;
+            let gone = reap::reap(inner.paths(), &intent, &inner.boot_id, was_requested, end.told.get())?;
             inner.forget(&intent.spec());
             Ok(end.gone.get_or_init(|| gone).clone())
         })
@@ -213,7 +216,7 @@ impl Sandbox for NamespaceSandbox {
         self.end.was_requested.store(true, Ordering::Release);
         if !self.is_released() {
             match self.client.stop(grace).await {
-                Ok(_) => {}
+                Ok(record) => drop(self.end.told.set(record)),
                 Err(error) if error.is_gone() => {}
                 // What does not stop when asked is killed with its control groups below.
                 Err(error) => {
@@ -235,7 +238,13 @@ impl Sandbox for NamespaceSandbox {
                 Ok((_, mut watch)) => {
                     let exit = watch.wait().await;
                     pause = Duration::from_millis(20);
-                    exit.is_ok() || !self.is_alive()
+                    match exit {
+                        Ok(record) => {
+                            let _ = self.end.told.set(record);
+                            true
+                        }
+                        Err(_) => !self.is_alive(),
+                    }
                 }
                 Err(error) => error.is_gone() || !self.is_alive(),
             };

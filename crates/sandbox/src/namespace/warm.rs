@@ -333,7 +333,7 @@ pub(super) fn warm_fact(was_warm: bool) -> IsolationFact {
 /// Takes down a warm sandbox with its layer.
 fn take_down(inner: &Inner, intent: &Intent) -> Result<(), SandboxError> {
     let paths = inner.paths().warm();
-    reap::reap(&paths, intent, &inner.boot_id, true)?;
+    reap::reap(&paths, intent, &inner.boot_id, true, None)?;
     layout::remove_dir(&paths.session_dir(&intent.session_id))
         .map_err(|error| SandboxError::failed("remove a warm sandbox's layer", error))
 }

@@ -287,6 +287,7 @@ impl SimExec {
             pids_limit_hit: false,
             memory_limit_hit: reason == ExitReason::OutOfMemory,
             output_lost: false,
+            disk_error: false,
             disk_full: (reason != ExitReason::Exited || code != 0) && world.free_bytes() == 0,
         });
     }

@@ -3493,6 +3493,8 @@ pub struct Exit {
     pub memory_limit_hit: bool,
     /// Field 10: `output_lost`
     pub output_lost: bool,
+    /// Field 11: `disk_error`
+    pub disk_error: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -3509,6 +3511,7 @@ impl ::core::fmt::Debug for Exit {
             .field("disk_full", &self.disk_full)
             .field("memory_limit_hit", &self.memory_limit_hit)
             .field("output_lost", &self.output_lost)
+            .field("disk_error", &self.disk_error)
             .finish()
     }
 }
@@ -3570,6 +3573,9 @@ impl ::buffa::Message for Exit {
         if self.output_lost {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.disk_error {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -3609,6 +3615,9 @@ impl ::buffa::Message for Exit {
         }
         if self.output_lost {
             ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
+        }
+        if self.disk_error {
+            ::buffa::types::put_bool_field(11u32, self.disk_error, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -3693,6 +3702,13 @@ impl ::buffa::Message for Exit {
                 )?;
                 self.output_lost = ::buffa::types::decode_bool(buf)?;
             }
+            11u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.disk_error = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -3711,6 +3727,7 @@ impl ::buffa::Message for Exit {
         self.disk_full = false;
         self.memory_limit_hit = false;
         self.output_lost = false;
+        self.disk_error = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -11442,6 +11459,8 @@ pub mod __buffa {
             pub memory_limit_hit: bool,
             /// Field 10: `output_lost`
             pub output_lost: bool,
+            /// Field 11: `disk_error`
+            pub disk_error: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExitView<'a> {
@@ -11550,6 +11569,13 @@ pub mod __buffa {
                         )?;
                         view.output_lost = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    11u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.disk_error = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -11583,6 +11609,7 @@ pub mod __buffa {
                     disk_full: self.disk_full,
                     memory_limit_hit: self.memory_limit_hit,
                     output_lost: self.output_lost,
+                    disk_error: self.disk_error,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -11636,6 +11663,9 @@ pub mod __buffa {
                 if self.output_lost {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.disk_error {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -11676,6 +11706,9 @@ pub mod __buffa {
                 }
                 if self.output_lost {
                     ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
+                }
+                if self.disk_error {
+                    ::buffa::types::put_bool_field(11u32, self.disk_error, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -11819,6 +11852,11 @@ pub mod __buffa {
             #[must_use]
             pub fn output_lost(&self) -> bool {
                 self.0.reborrow().output_lost
+            }
+            /// Field 11: `disk_error`
+            #[must_use]
+            pub fn disk_error(&self) -> bool {
+                self.0.reborrow().disk_error
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExitView<'static>>>

@@ -1964,6 +1964,17 @@ pub struct ExecExit {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub output_lost: bool,
+    /// The host's own disk has no room for what is written to the writable layer, or the layer's filesystem met an error of
+    /// it since the sandbox started: what was written may be lost, and writes may be refused.
+    ///
+    /// Field 11: `disk_error`
+    #[serde(
+        rename = "diskError",
+        alias = "disk_error",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub disk_error: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -1981,6 +1992,7 @@ impl ::core::fmt::Debug for ExecExit {
             .field("disk_full", &self.disk_full)
             .field("memory_limit_hit", &self.memory_limit_hit)
             .field("output_lost", &self.output_lost)
+            .field("disk_error", &self.disk_error)
             .finish()
     }
 }
@@ -2049,6 +2061,9 @@ impl ::buffa::Message for ExecExit {
         if self.output_lost {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.disk_error {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -2096,6 +2111,9 @@ impl ::buffa::Message for ExecExit {
         }
         if self.output_lost {
             ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
+        }
+        if self.disk_error {
+            ::buffa::types::put_bool_field(11u32, self.disk_error, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -2186,6 +2204,13 @@ impl ::buffa::Message for ExecExit {
                 )?;
                 self.output_lost = ::buffa::types::decode_bool(buf)?;
             }
+            11u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.disk_error = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -2204,6 +2229,7 @@ impl ::buffa::Message for ExecExit {
         self.disk_full = false;
         self.memory_limit_hit = false;
         self.output_lost = false;
+        self.disk_error = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -5140,6 +5166,11 @@ pub mod __buffa {
             ///
             /// Field 10: `output_lost`
             pub output_lost: bool,
+            /// The host's own disk has no room for what is written to the writable layer, or the layer's filesystem met an error of
+            /// it since the sandbox started: what was written may be lost, and writes may be refused.
+            ///
+            /// Field 11: `disk_error`
+            pub disk_error: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExecExitView<'a> {
@@ -5268,6 +5299,13 @@ pub mod __buffa {
                         )?;
                         view.output_lost = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    11u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.disk_error = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -5309,6 +5347,7 @@ pub mod __buffa {
                     disk_full: self.disk_full,
                     memory_limit_hit: self.memory_limit_hit,
                     output_lost: self.output_lost,
+                    disk_error: self.disk_error,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -5366,6 +5405,9 @@ pub mod __buffa {
                 if self.output_lost {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.disk_error {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -5414,6 +5456,9 @@ pub mod __buffa {
                 }
                 if self.output_lost {
                     ::buffa::types::put_bool_field(10u32, self.output_lost, buf);
+                }
+                if self.disk_error {
+                    ::buffa::types::put_bool_field(11u32, self.disk_error, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -5480,6 +5525,9 @@ pub mod __buffa {
                 }
                 if self.output_lost {
                     __map.serialize_entry("outputLost", &self.output_lost)?;
+                }
+                if self.disk_error {
+                    __map.serialize_entry("diskError", &self.disk_error)?;
                 }
                 __map.end()
             }
@@ -5645,6 +5693,14 @@ pub mod __buffa {
             #[must_use]
             pub fn output_lost(&self) -> bool {
                 self.0.reborrow().output_lost
+            }
+            /// The host's own disk has no room for what is written to the writable layer, or the layer's filesystem met an error of
+            /// it since the sandbox started: what was written may be lost, and writes may be refused.
+            ///
+            /// Field 11: `disk_error`
+            #[must_use]
+            pub fn disk_error(&self) -> bool {
+                self.0.reborrow().disk_error
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExecExitView<'static>>>

@@ -272,6 +272,7 @@ impl Exec {
                     disk_full: false,
                     memory_limit_hit: false,
                     output_lost: false,
+                    disk_error: false,
                 };
                 output.exit = Some(exit.clone());
                 self.record.lock().unwrap().exit = Some(exit);
