@@ -304,6 +304,7 @@ mod tests {
             ("CLOISTER_HOST_NAME", "Not A Name"),
             ("CLOISTER_HOST_MEMORY_BYTES", "much"),
             ("CLOISTER_HOST_EXEC_SPOOL_BYTES", "1"),
+            ("CLOISTER_HOST_SESSION_SPOOL_BYTES", "0"),
             ("CLOISTER_HOST_WARM_SANDBOXES", "257"),
             ("CLOISTER_HOST_MEMORY_BYTE", "1"),
         ]);
@@ -316,6 +317,7 @@ mod tests {
             "CLOISTER_HOST_NAME",
             "CLOISTER_HOST_MEMORY_BYTES",
             "CLOISTER_HOST_EXEC_SPOOL_BYTES",
+            "CLOISTER_HOST_SESSION_SPOOL_BYTES` is",
             "CLOISTER_HOST_WARM_SANDBOXES",
             "CLOISTER_HOST_MEMORY_BYTE`",
         ] {

@@ -109,6 +109,9 @@ async fn a_layer_that_the_hosts_disk_did_not_take_is_told_and_checked_before_it_
     assert!(gone.message.contains("make room"), "{gone:?}");
     let kept = backend.kept_session(&session_id).await.expect("look").expect("it is kept");
     assert_eq!(kept.last_end.map(|end| end.reason), Some(Reason::DiskError));
+    // The disk had no room for the second exec's record either, until the sandbox's own files were gone.
+    let execs = backend.ended_execs(&session_id).await.expect("list the execs");
+    assert!(execs.len() == 2 && execs.iter().all(|exec| exec.exit.is_some()), "{execs:#?}");
 
     // With room again the layer is brought in order and goes on with what it had before.
     disk.grow(600);

@@ -99,8 +99,9 @@ impl Counters {
 }
 
 fn has_no_room(directory: &File) -> bool {
+    // What is kept back for root is room: images are written by the kernel.
     rustix::fs::fstatvfs(directory)
-        .is_ok_and(|stat| stat.f_bavail.saturating_mul(stat.f_frsize) < NO_ROOM_BYTES)
+        .is_ok_and(|stat| stat.f_bfree.saturating_mul(stat.f_frsize) < NO_ROOM_BYTES)
 }
 
 /// Opens the file in which the filesystem of `layer` counts its errors; of a filesystem that is not ext4 there is none.

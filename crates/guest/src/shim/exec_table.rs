@@ -60,7 +60,7 @@ impl ExecTable {
         let mut execs = Vec::new();
         for record in spool::read_records(exec_dir).unwrap_or_default() {
             let dir = exec_dir.join(record.exec_id.as_str());
-            let sealed = spool::seal(&dir, spool::ENDED_BEFORE, unix_ms());
+            let sealed = spool::seal(&dir, "the sandbox ended before the program did", unix_ms());
             if let Ok(ExecRecord { exit: Some(exit), .. }) = sealed {
                 execs.push(Rc::new(Exec::ended(&record, dir, exit)));
             }

@@ -58,8 +58,6 @@ pub(super) struct Shim {
     pub(super) shares_name: bool,
     pidfd: AsyncFd<OwnedFd>,
     stopping: Cell<bool>,
-    /// The layer outlives the sandbox: nobody who stopped it was in such a hurry that its files cannot matter.
-    keeps_layer: Cell<bool>,
     /// The guest agent no longer answered and was killed for it.
     unanswering: Cell<bool>,
     pid1_ended: watch::Sender<bool>,
@@ -99,7 +97,6 @@ impl Shim {
     /// Ends the sandbox and returns how it ended. Asking twice ends it once, by the shorter grace.
     pub(super) async fn stop(&self, grace: Duration) -> SandboxExitRecord {
         self.stopping.set(true);
-        self.keeps_layer.set(!grace.is_zero());
         POINTS.reach("shim_after_stop_begun");
         let asked = timeout(STOP_SLACK, async {
             let request = guest::StopSandbox {
@@ -254,7 +251,6 @@ async fn prepare(
         shares_name: started.shares_name,
         pidfd,
         stopping: Cell::new(false),
-        keeps_layer: Cell::new(true),
         unanswering: Cell::new(false),
         pid1_ended: watch::Sender::new(false),
         gone: watch::Sender::new(None),
@@ -299,7 +295,7 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
     // Every guest connection is at its end now, so that this takes as long as the last bytes take to be written.
     let _ = timeout(FLUSH, shim.following.at_most(0)).await;
     let mut record = classify(&shim, status, before);
-    if shim.keeps_layer.get() && !layer_is_whole(&shim).await {
+    if !layer_is_whole(&shim).await {
         record.reason = "disk_error".to_owned();
         record
             .message
@@ -321,7 +317,8 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
     ExitCode::SUCCESS
 }
 
-/// Writes the layer out and returns whether all of it arrived: at the unmount that follows nobody would be told.
+/// Writes the layer out and returns whether all of it arrived. The unmount that follows would write it as well, and tell
+/// nobody.
 async fn layer_is_whole(shim: &Shim) -> bool {
     let Ok(layer) = shim.counters.layer() else { return true };
     let synced = tokio::task::spawn_blocking(move || rustix::fs::syncfs(layer)).await;

@@ -36,9 +36,6 @@ const RECORD_HEADER_BYTES: usize = 5;
 /// What a segment's name ends in.
 const SEGMENT_SUFFIX: &str = ".seg";
 
-/// What is said of an exec whose sandbox ended first.
-pub const ENDED_BEFORE: &str = "the sandbox ended before the program did";
-
 /// Returns the name of the segment that starts at `offset`: padded, so that names sort like offsets.
 fn segment_name(offset: u64) -> String {
     format!("{offset:020}{SEGMENT_SUFFIX}")

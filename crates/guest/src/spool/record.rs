@@ -46,6 +46,13 @@ pub enum RecordError {
     },
 }
 
+impl RecordError {
+    /// Returns whether the disk has no room for a record.
+    pub fn is_disk_full(&self) -> bool {
+        matches!(self, Self::Write { source, .. } if source.kind() == io::ErrorKind::StorageFull)
+    }
+}
+
 /// `spec.json`: on the disk before the program is started.
 #[derive(Debug, Serialize, Deserialize)]
 struct SpecFile {
@@ -139,8 +146,7 @@ pub fn read_records(exec_dir: &Path) -> Result<Vec<ExecRecord>, RecordError> {
     Ok(records)
 }
 
-/// Gives an exec whose sandbox is gone its exit record, if it has none, and returns the whole record. A full disk is no
-/// error: whoever asks next seals it again.
+/// Gives an exec whose sandbox is gone its exit record, if it has none, and returns the whole record.
 ///
 /// # Errors
 ///
@@ -161,10 +167,7 @@ pub fn seal(dir: &Path, message: &str, now_unix_ms: u64) -> Result<ExecRecord, R
             output_lost: false,
             disk_error: false,
         };
-        match write_exit(dir, record.pid, &exit) {
-            Err(RecordError::Write { source, .. }) if source.kind() == io::ErrorKind::StorageFull => {}
-            written => written?,
-        }
+        write_exit(dir, record.pid, &exit)?;
         record.exit = Some(exit);
     }
     Ok(record)

@@ -91,6 +91,45 @@ async fn namespaces(config: HostConfig, coordinator: &mut Coordinator) -> Result
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn all_output_of_a_session_stays_within_the_bound_that_the_host_was_given() {
+    const BOUND: u64 = 2 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let mut coordinator = Coordinator::start().await;
+    let config = config(&directory, &coordinator);
+    let spool = cloister_types::ByteCount(BOUND);
+    let config = HostConfig { exec_spool: spool, session_spool: spool, ..config };
+    let data_dir = config.paths.data_dir.clone();
+    let (host, mut link) = match namespaces(config, &mut coordinator).await {
+        Ok(up) => up,
+        Err(reason) => {
+            eprintln!("SKIP: no namespace backend here: {reason}");
+            return;
+        }
+    };
+    let session = SessionId::generate();
+    link.ask(&session, 1, create(&SandboxId::generate())).await.unwrap();
+    for _ in 0..3 {
+        let exec = ExecId::generate();
+        let print = start(&exec, &["head", "-c", "1500000", "/dev/zero"], false);
+        let run = OpenStream { start: print.into(), ..Default::default() };
+        let mut stream = open(&mut coordinator, &link, &session, run).await;
+        let (output, exit) = read(&mut stream, |_| false).await;
+        assert_eq!((output.len(), exit.map(|exit| exit.code)), (1_500_000, Some(0)));
+    }
+    let execs = data_dir.join("sessions").join(session.as_str()).join("execs");
+    let kept: u64 = std::fs::read_dir(execs)
+        .unwrap()
+        .flat_map(|exec| std::fs::read_dir(exec.unwrap().path()).unwrap())
+        .map(|file| file.unwrap())
+        .filter(|file| file.path().extension().is_some_and(|extension| extension == "seg"))
+        .map(|file| file.metadata().unwrap().len())
+        .sum();
+    assert!((1..=BOUND).contains(&kept), "{kept} bytes are kept");
+    link.ask(&session, 2, RemoveSandbox::default()).await.unwrap();
+    host.stop_with(link).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_program_runs_on_while_agents_are_killed_and_its_output_is_contiguous() {
     let directory = tempfile::tempdir().unwrap();
     let mut coordinator = Coordinator::start().await;

@@ -210,6 +210,31 @@ mod tests {
     }
 
     #[test]
+    fn a_kept_layer_is_mended_before_it_is_used_again_and_one_that_cannot_be_is_refused() {
+        if is_missing_mkfs() {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("layer.img");
+        let limit = ByteCount::mib(16);
+        copy_to(directory.path(), &image, limit).unwrap();
+        // The mark that ext4 leaves when its disk failed.
+        run("debugfs", e2fs("debugfs").args(["-w", "-R", "set_super_value state 2"]).arg(&image)).unwrap();
+        let state = || {
+            let shown = e2fs("dumpe2fs").arg("-h").arg(&image).output().unwrap();
+            let text = String::from_utf8_lossy(&shown.stdout).into_owned();
+            text.lines().find_map(|line| line.strip_prefix("Filesystem state:")).unwrap().trim().to_owned()
+        };
+        assert_ne!(state(), "clean");
+        fit(&image, limit.0, limit).unwrap();
+        assert_eq!(state(), "clean");
+
+        fs::write(&image, vec![0; usize::try_from(limit.0).unwrap()]).unwrap();
+        let error = fit(&image, limit.0, limit).unwrap_err();
+        assert!(matches!(error, DiskError::Program { program: "e2fsck", .. }), "{error}");
+    }
+
+    #[test]
     fn only_so_many_templates_are_kept() {
         let directory = tempfile::tempdir().unwrap();
         for number in 0..KEPT + 3 {

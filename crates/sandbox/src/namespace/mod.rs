@@ -255,20 +255,8 @@ impl Backend for NamespaceBackend {
     async fn ended_execs(&self, session_id: &SessionId) -> Result<Vec<ExecRecord>, SandboxError> {
         self.require_session(session_id).await?;
         let directory = self.inner.paths().execs_dir(session_id);
-        let has_sandbox = self.inner.sandbox_of(session_id).is_some();
         blocking("list execs", move || {
-            let failed = |error| SandboxError::failed("list execs", error);
-            let records = spool::read_records(&directory).map_err(failed)?;
-            if has_sandbox {
-                return Ok(records);
-            }
-            // One that a full disk kept from its exit record when its sandbox was taken down.
-            let seal = |record: ExecRecord| match record.exit {
-                Some(_) => Ok(record),
-                None => spool::seal(&directory.join(record.exec_id.as_str()), spool::ENDED_BEFORE, unix_ms())
-                    .map_err(failed),
-            };
-            records.into_iter().map(seal).collect()
+            spool::read_records(&directory).map_err(|error| SandboxError::failed("list execs", error))
         })
         .await
     }

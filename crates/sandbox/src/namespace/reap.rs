@@ -45,7 +45,7 @@ pub(super) fn reap(
     }
     POINTS.reach("sandbox_after_detach");
     let gone = judge(intent, &directory, is_this_boot, was_requested, told);
-    seal_execs(paths, intent, &gone.message)?;
+    let is_sealed = seal_execs(paths, intent, &gone.message)?;
     let is_recorded = record_end(paths, &gone);
     POINTS.reach("sandbox_after_seal");
     layout::remove_file(&intent.socket)
@@ -54,7 +54,10 @@ pub(super) fn reap(
     layout::remove_dir(&directory)
         .map_err(|error| SandboxError::failed("remove the sandbox's directory", error))?;
     POINTS.reach("sandbox_after_sandbox_removed");
-    // What was removed made room.
+    // The disk was full, and what was removed made room. A removal of the whole session must not wait for more.
+    if !is_sealed && !seal_execs(paths, intent, &gone.message)? {
+        tracing::warn!(session_id = %gone.session_id, "the disk is full: an exec has no exit record until the session is resumed");
+    }
     if !is_recorded && !record_end(paths, &gone) {
         // An earlier sandbox's end would be taken for this one's.
         let _ = fs::remove_file(paths.session_dir(&gone.session_id).join(layout::ENDED_FILE));
@@ -196,20 +199,22 @@ fn reason_of(word: &str, was_requested: bool) -> Reason {
     }
 }
 
-/// Gives every exec that the shim could not finish its exit record.
-fn seal_execs(paths: &HostPaths, intent: &Intent, message: &str) -> Result<(), SandboxError> {
+/// Gives every exec that the shim could not finish its exit record; `false` when a full disk did not take one.
+fn seal_execs(paths: &HostPaths, intent: &Intent, message: &str) -> Result<bool, SandboxError> {
     let execs = paths.execs_dir(&intent.session_id);
     let ids = layout::ids_in::<cloister_types::ExecId>(&execs)
         .map_err(|error| SandboxError::failed("list execs", error))?;
+    let mut is_sealed = true;
     for id in ids {
         match spool::seal(&execs.join(id.as_str()), message, unix_ms()) {
             Ok(_) => {}
             // A directory without a spec: nothing was started.
             Err(spool::RecordError::NotFound(_)) => {}
+            Err(error) if error.is_disk_full() => is_sealed = false,
             Err(error) => return Err(SandboxError::failed("finish an exec's record", error)),
         }
     }
-    Ok(())
+    Ok(is_sealed)
 }
 
 /// Goes on with removals that a crash cut, and removes what was made before it had its name: directories of sandboxes

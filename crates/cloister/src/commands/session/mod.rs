@@ -11,6 +11,7 @@ use cloister_api::app::{
     ListSessionsResponse, PauseSessionRequest, ResumeSessionRequest, Session, SessionState,
     WatchSessionRequest,
 };
+use cloister_types::session::Reason;
 use connectrpc::client::CallOptions;
 
 use crate::args::{SandboxArgs, millis, parse_pair};
@@ -372,6 +373,11 @@ fn finish_change<T: serde::Serialize>(
 ) -> Result<(), CliError> {
     if !no_wait && session.state.as_known() != Some(wanted) {
         return Err(not_active(session));
+    }
+    // It is paused, and not all is well.
+    if session.state.as_known() == Some(SessionState::Paused) && session.reason == Reason::DiskError.as_str()
+    {
+        terminal.warn(&session.message);
     }
     terminal.either(answer, || format!("{} {}", session.id, word(&session.state, "SESSION_STATE_")))
 }
