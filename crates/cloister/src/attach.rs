@@ -267,7 +267,7 @@ impl<'a> Attachment<'a> {
         };
         let execs = self.client.api().execs();
         self.client
-            .call(|| execs.signal_exec_with_options(request.clone(), client::quick()))
+            .call(&client::quick(), || execs.signal_exec_with_options(request.clone(), client::quick()))
             .await
             .map(|_| ())
     }

@@ -110,7 +110,7 @@ impl Invocation {
     ///
     /// See [`Client::connect`] and [`Invocation::target`].
     pub(crate) async fn client(&self) -> Result<Client, CliError> {
-        Client::connect(&self.target()?).await
+        Ok(Client::connect(&self.target()?).await?.speaking_on(self.terminal))
     }
 }
 

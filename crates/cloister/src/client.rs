@@ -12,6 +12,7 @@ use connectrpc::{ConnectError, ErrorCode};
 
 use crate::context::Target;
 use crate::error::{self, CliError};
+use crate::terminal::Terminal;
 
 /// Deadline of a call that does not wait for anything.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
@@ -25,6 +26,7 @@ const RETRY_PAUSES_MS: [u64; 4] = [100, 200, 500, 1000];
 pub(crate) struct Client {
     endpoint: String,
     connection: Connection,
+    terminal: Option<Terminal>,
 }
 
 impl Client {
@@ -58,7 +60,7 @@ impl Client {
             })?;
         let bearer = Some(target.token.as_str()).filter(|token| !token.is_empty());
         match Connection::dial(&endpoint, bearer).await {
-            Ok(connection) => Ok(Self { endpoint: target.endpoint.clone(), connection }),
+            Ok(connection) => Ok(Self { endpoint: target.endpoint.clone(), connection, terminal: None }),
             Err(cloister_api::connection::ConnectionError::Connect { source, .. }) => {
                 Err(CliError::Unreachable {
                     endpoint: target.endpoint.clone(),
@@ -69,6 +71,11 @@ impl Client {
         }
     }
 
+    /// Returns the client that says on `terminal` when an answer takes long.
+    pub(crate) fn speaking_on(self, terminal: Terminal) -> Self {
+        Self { terminal: Some(terminal), ..self }
+    }
+
     /// Returns the connection, whose clients make the calls.
     pub(crate) fn api(&self) -> &Connection {
         &self.connection
@@ -76,7 +83,7 @@ impl Client {
 
     /// Makes a call, again while no coordinator answers.
     ///
-    /// `attempt` must carry the same request id each time.
+    /// `options` are the attempt's own; `attempt` must carry the same request id each time.
     ///
     /// # Errors
     ///
@@ -85,10 +92,20 @@ impl Client {
     /// # Cancel safety
     ///
     /// Dropping the future may leave the call done or not done: repeat it with the same request id.
-    pub(crate) async fn call<T, F>(&self, attempt: impl FnMut() -> F) -> Result<T, CliError>
+    pub(crate) async fn call<T, F>(
+        &self,
+        options: &CallOptions,
+        attempt: impl FnMut() -> F,
+    ) -> Result<T, CliError>
     where
         F: Future<Output = Result<T, ConnectError>>,
     {
+        // Who makes a call that waits for something shows what it waits for.
+        let answers_at_once = options.timeout().is_some_and(|timeout| timeout <= CALL_TIMEOUT);
+        let _patience = self
+            .terminal
+            .filter(|_| answers_at_once)
+            .map(|terminal| terminal.patience(format!("waiting for an answer of `{}`", self.endpoint)));
         repeat(attempt).await.map_err(|error| self.error(&error))
     }
 
@@ -125,7 +142,7 @@ macro_rules! unary {
     ($client:expr, $service:ident, $method:ident, $request:expr, $options:expr) => {{
         let (client, request, options) = (&$client, $request, $options);
         let service = client.api().$service();
-        let answer = client.call(|| service.$method(request.clone(), options.clone())).await;
+        let answer = client.call(&options, || service.$method(request.clone(), options.clone())).await;
         answer.map(|answer| answer.into_owned())
     }};
 }

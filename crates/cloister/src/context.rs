@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::CliError;
+use crate::error::{CliError, sudo};
 
 /// Names another configuration file. Since 0.1.
 pub(crate) const CONFIG_ENV: &str = "CLOISTER_CONFIG";
@@ -158,7 +158,10 @@ impl ContextFile {
             (None, None) => {
                 return Err(CliError::refused(
                     "no coordinator is configured",
-                    "start one with `sudo cloister up --detach`, or set CLOISTER_ENDPOINT and CLOISTER_TOKEN",
+                    format!(
+                        "start one with `{}cloister up --detach`. Is there one already? `cloister context add NAME --url URL --token-file FILE` with a token from its owner (`cloister token create`), or CLOISTER_ENDPOINT and CLOISTER_TOKEN",
+                        sudo()
+                    ),
                 ));
             }
         };
@@ -180,7 +183,7 @@ impl ContextFile {
     pub(crate) fn unknown(&self, name: &str) -> CliError {
         let names: Vec<&str> = self.contexts.keys().map(String::as_str).collect();
         let hint = if names.is_empty() {
-            "there is none yet: `sudo cloister up` writes one, `cloister context add` too".to_owned()
+            format!("there is none yet: `{}cloister up` writes one, `cloister context add` too", sudo())
         } else {
             format!("there is: {}", names.join(", "))
         };

@@ -44,6 +44,12 @@ pub(crate) enum CliError {
         /// The last cause.
         reason: String,
     },
+    /// It was reached, and did not answer before the call's deadline.
+    #[error("the coordinator at `{endpoint}` did not answer in time")]
+    NoAnswer {
+        /// Where it is.
+        endpoint: String,
+    },
     /// Something on this machine is not as it must be; the hint says what to do.
     #[error("{message}")]
     Refused {
@@ -103,6 +109,9 @@ impl CliError {
         if is_unanswered(error) {
             return Self::Unreachable { endpoint: endpoint.to_owned(), reason: chain(error) };
         }
+        if error.code == ErrorCode::DeadlineExceeded && detail.is_none() {
+            return Self::NoAnswer { endpoint: endpoint.to_owned() };
+        }
         let message = error.message.clone().unwrap_or_else(|| error.code.as_str().replace('_', " "));
         let field = detail.as_ref().map_or("", |detail| detail.field.as_str());
         let message = if message.contains(field) { message } else { format!("`{field}`: {message}") };
@@ -120,9 +129,11 @@ impl CliError {
             Self::Work(_) => EXIT_CLOISTER,
             Self::Interrupted => EXIT_INTERRUPTED,
             Self::BrokenPipe => EXIT_BROKEN_PIPE,
-            Self::Api { .. } | Self::Unreachable { .. } | Self::Refused { .. } | Self::Io { .. } => {
-                EXIT_FAILED
-            }
+            Self::Api { .. }
+            | Self::Unreachable { .. }
+            | Self::NoAnswer { .. }
+            | Self::Refused { .. }
+            | Self::Io { .. } => EXIT_FAILED,
         }
     }
 
@@ -142,13 +153,20 @@ impl CliError {
             Self::Api { code: ErrorCode::Unauthenticated, .. } => {
                 Some("the token is missing, revoked or expired: check `cloister context show`, or set CLOISTER_TOKEN".into())
             }
-            Self::Unreachable { .. } => Some(
-                "start it with `sudo cloister up --detach`, or point CLOISTER_ENDPOINT at one that runs; `cloister doctor` says more"
+            Self::Unreachable { .. } => Some(format!(
+                "start it with `{}cloister up --detach`, or name one that runs: `cloister context add`, or CLOISTER_ENDPOINT; `cloister doctor` says more",
+                sudo()
+            )),
+            Self::NoAnswer { .. } => Some(
+                "whether it was done is not known: look with `cloister session list`. `cloister doctor` and the coordinator's log say what hangs"
                     .into(),
             ),
             Self::Refused { hint, .. } if !hint.is_empty() => Some(hint.clone()),
             Self::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
-                Some("run the command as root (with `sudo`), or as the user who owns the file".into())
+                Some(format!(
+                    "run the command as {}the user who owns the file",
+                    if sudo().is_empty() { "" } else { "root (with `sudo`), or as " }
+                ))
             }
             Self::Work(inner) => inner.hint(),
             _ => None,
@@ -161,6 +179,7 @@ impl CliError {
         let kind = match inner {
             Self::Api { code, .. } => code.as_str(),
             Self::Unreachable { .. } => "unreachable",
+            Self::NoAnswer { .. } => "no_answer",
             Self::Refused { .. } => "refused",
             Self::Io { .. } => "io",
             Self::Interrupted => "interrupted",
@@ -180,6 +199,11 @@ impl CliError {
             "exitCode": self.exit_code(),
         }})
     }
+}
+
+/// Returns what goes before a command that needs root; nothing for root.
+pub(crate) fn sudo() -> &'static str {
+    if rustix::process::geteuid().is_root() { "" } else { "sudo " }
 }
 
 /// Returns an error and its causes in one line, without saying anything twice.
@@ -224,6 +248,18 @@ mod tests {
         assert_eq!(error.code(), Some("CL1003"));
         assert_eq!(error.to_json()["error"]["field"], "limits.memory_bytes");
         assert_eq!(error.to_json()["error"]["kind"], "invalid_argument");
+    }
+
+    #[test]
+    fn a_deadline_of_our_own_is_told_from_one_of_the_coordinator() {
+        let late = ConnectError::deadline_exceeded("client-side deadline exceeded");
+        let error = CliError::from_connect("http://x", &late);
+        assert_eq!(error.to_string(), "the coordinator at `http://x` did not answer in time");
+        assert!(error.hint().is_some_and(|hint| hint.contains("session list")));
+        assert_eq!(error.to_json()["error"]["kind"], "no_answer");
+        let detail = app::ErrorDetail { code: "CL1020".into(), ..Default::default() };
+        let told = late.with_detail(ErrorDetail::from_message("cloister.app.v1.ErrorDetail", &detail));
+        assert_eq!(CliError::from_connect("http://x", &told).code(), Some("CL1020"));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! process quietly.
 
 use std::io::{self, IsTerminal, Write};
+use std::sync::mpsc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use buffa_types::google::protobuf::Timestamp;
@@ -123,15 +124,63 @@ impl Terminal {
         paint(text, tone, self.color_stdout)
     }
 
-    /// Starts a spinner on standard error; nothing is shown where that is no terminal.
+    /// Says `text` once if what is begun now takes long, until the answer is dropped. With `--json` nothing.
+    pub(crate) fn patience(&self, text: String) -> Option<Patience> {
+        (!self.json).then(|| Patience::start(*self, text))
+    }
+
+    /// Starts a spinner on standard error. Where that is no terminal a line says what is waited for once that takes long.
     pub(crate) fn progress(&self, text: impl Into<String>) -> Progress {
+        let text = text.into();
+        let patience = if self.progress { None } else { self.patience(text.clone()) };
         let bar = if self.progress { ProgressBar::new_spinner() } else { ProgressBar::hidden() };
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
             bar.set_style(style);
         }
-        bar.set_message(text.into());
+        bar.set_message(text);
         bar.enable_steady_tick(Duration::from_millis(120));
-        Progress { bar }
+        Progress { bar, patience }
+    }
+}
+
+/// How long something is waited for in silence where no spinner can be shown.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Says what is being waited for when it takes longer than [`PATIENCE`]; each text once.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    texts: mpsc::Sender<String>,
+}
+
+impl Patience {
+    fn start(terminal: Terminal, text: String) -> Self {
+        let (texts, changes) = mpsc::channel();
+        // A thread, so that it speaks also while the only one of the runtime is blocked.
+        std::thread::spawn(move || {
+            Self::listen(PATIENCE, text, &changes, |text| terminal.note(format!("cloister: {text} …")));
+        });
+        Self { texts }
+    }
+
+    /// Tells each text that stays for `patience`, until there is no sender any more.
+    fn listen(
+        patience: Duration,
+        mut text: String,
+        changes: &mpsc::Receiver<String>,
+        mut tell: impl FnMut(&str),
+    ) {
+        let mut told = String::new();
+        loop {
+            match changes.recv_timeout(patience) {
+                Ok(newer) => text = newer,
+                Err(mpsc::RecvTimeoutError::Timeout) if told != text => {
+                    tell(&text);
+                    told.clone_from(&text);
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            }
+        }
     }
 }
 
@@ -139,12 +188,17 @@ impl Terminal {
 #[derive(Debug)]
 pub(crate) struct Progress {
     bar: ProgressBar,
+    patience: Option<Patience>,
 }
 
 impl Progress {
     /// Says what is being waited for now.
     pub(crate) fn say(&self, text: impl Into<String>) {
-        self.bar.set_message(text.into());
+        let text = text.into();
+        if let Some(patience) = &self.patience {
+            let _ = patience.texts.send(text.clone());
+        }
+        self.bar.set_message(text);
     }
 }
 
@@ -250,6 +304,24 @@ pub(crate) fn word<E: buffa::Enumeration>(value: &buffa::EnumValue<E>, prefix: &
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_waited_for_is_said_once_it_takes_long_and_only_once() {
+        let (texts, changes) = mpsc::channel();
+        let (told, heard) = mpsc::channel();
+        let listener = std::thread::spawn(move || {
+            Patience::listen(Duration::from_millis(20), "queued".into(), &changes, |text| {
+                told.send(text.to_owned()).unwrap();
+            });
+        });
+        assert_eq!(heard.recv().unwrap(), "queued");
+        texts.send("queued".into()).unwrap();
+        texts.send("starting".into()).unwrap();
+        assert_eq!(heard.recv().unwrap(), "starting");
+        drop(texts);
+        listener.join().unwrap();
+        assert!(heard.recv().is_err(), "nothing is said twice");
+    }
 
     #[test]
     fn columns_are_aligned_and_control_characters_do_not_reach_the_terminal() {

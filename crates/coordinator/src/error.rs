@@ -79,10 +79,10 @@ codes! {
     TOKEN_NOT_FOUND = "CL1015", NotFound, "no such token", "`cloister token list` shows what there is";
     /// The database does not answer.
     STORE_UNAVAILABLE = "CL1016", Unavailable, "the database does not answer",
-        "repeat the call with the same request id in a moment";
+        "try again in a moment; with the same request id nothing is done twice";
     /// The host failed at it.
     HOST_FAILED = "CL1017", Internal, "the host failed",
-        "repeat the call with the same request id; if it fails again the host's log says why";
+        "try again; if it fails again the host's log says why";
     /// A stream ended before its last frame.
     STREAM_CUT = "CL1018", Unavailable, "the stream was cut before its end",
         "take it up again at the next offset; the exec was not touched";
@@ -91,7 +91,7 @@ codes! {
         "end other work on that host, or ask for less";
     /// The host did not answer in time.
     HOST_TIMEOUT = "CL1020", DeadlineExceeded, "the host did not answer in time",
-        "repeat the call with the same request id";
+        "try again; with the same request id nothing is done twice. `cloister host list` shows whether it is connected";
     /// A host agent of another age.
     WIRE_VERSION = "CL1021", FailedPrecondition, "the host agent's protocol version is not served",
         "upgrade the host agent or the coordinator, so that they are at most one version apart";
@@ -110,6 +110,9 @@ codes! {
     /// A message on a stream that does not belong there.
     PROTOCOL = "CL1026", InvalidArgument, "a message on the stream does not belong there",
         "send `start` first, then `stdin` and `signal`";
+    /// The database's disk is full.
+    STORE_FULL = "CL1027", ResourceExhausted, "the database has no room on its disk",
+        "free room on the disk of the database (`df`), then try again; nothing needs to be restarted";
     /// A defect of this program.
     INTERNAL = "CL1099", Internal, "the coordinator failed",
         "report it with the coordinator's log lines of that time";
@@ -206,6 +209,9 @@ impl From<StoreError> for AppError {
             StoreError::PageToken => &PAGE_TOKEN,
             StoreError::Unavailable { .. } => {
                 tracing::warn!(error = %cloister_service::error_chain(&error), "the store did not answer");
+                if error.is_disk_full() {
+                    return Self::new(&STORE_FULL, STORE_FULL.title);
+                }
                 &STORE_UNAVAILABLE
             }
             StoreError::NotFound { .. }

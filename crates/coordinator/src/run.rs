@@ -188,7 +188,7 @@ async fn serve(
         tasks: tasks.clone(),
         heartbeat: config.heartbeat,
     });
-    let service = api::service(app, link)?;
+    let service = api::service(app, link, store.clone())?;
     let router = server::router(service, authenticator, store.clone(), Metrics::install());
 
     let fallback = config.fallback_poll;

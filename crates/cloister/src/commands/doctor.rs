@@ -14,7 +14,7 @@ use cloister_types::{ByteCount, Capability, CapabilityStatus};
 
 use crate::cli::Invocation;
 use crate::client::{self, Client};
-use crate::error::{CliError, EXIT_FAILED};
+use crate::error::{CliError, EXIT_FAILED, sudo};
 use crate::supervisor::layout::{Layout, LayoutArgs};
 use crate::supervisor::record::UpRecord;
 use crate::terminal::{Terminal, Tone, one_line, word};
@@ -146,7 +146,7 @@ async fn ask_coordinator(invocation: &Invocation, is_up: bool) -> (Capability, V
         }
         // The context of an `up` that was stopped: nothing is broken.
         Err(error @ CliError::Unreachable { .. }) if !is_up && is_local(&target.endpoint) => {
-            let remedy = "`sudo cloister up --detach` starts one".to_owned();
+            let remedy = format!("`{}cloister up --detach` starts one", sudo());
             (Capability { remedy, ..Capability::not_applicable(name, error.to_string()) }, Vec::new())
         }
         Err(error) => {
@@ -409,7 +409,7 @@ fn running(up: Option<&UpRecord>, layout: &Layout) -> Capability {
         }
         Some(up) => Capability::ok(name, format!("is starting as process {}", up.pid)),
         None => Capability {
-            remedy: "`sudo cloister up --detach` starts it".to_owned(),
+            remedy: format!("`{}cloister up --detach` starts it", sudo()),
             ..Capability::not_applicable(name, format!("does not run on `{}`", layout.data.display()))
         },
     }

@@ -72,6 +72,7 @@ impl DownArgs {
 /// Stops a running `up`, or what a killed one left. Returns whether one ran.
 async fn stop(terminal: Terminal, layout: &Layout) -> Result<bool, CliError> {
     if let Some(record) = UpRecord::load(layout)?.filter(UpRecord::is_alive) {
+        record.must_be_of(layout)?;
         let progress = terminal.progress(format!("stopping process {}", record.pid));
         kill(Pid::from_raw(record.pid), Signal::SIGTERM)
             .map_err(|errno| CliError::io(format!("stop process {}", record.pid))(errno.into()))?;

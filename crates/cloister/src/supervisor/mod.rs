@@ -106,6 +106,10 @@ impl Supervisor {
     /// [`CliError::Refused`] with what to do: not root, another `up`, a taken port.
     pub(crate) fn claim(options: UpOptions) -> Result<Self, CliError> {
         require_root("up")?;
+        role::ensure_descriptors()?;
+        if let Some(record) = UpRecord::load(&options.layout)? {
+            record.must_be_of(&options.layout)?;
+        }
         options.layout.make()?;
         let lock = UpLock::take(&options.layout)?;
         let address = claim_port(options.listen)?;
@@ -266,10 +270,7 @@ impl Supervisor {
     async fn start_postgres(&mut self) -> Result<OsString, CliError> {
         let layout = &self.options.layout;
         let postgres = PrivatePostgres::start(postgres::config(layout)).await.map_err(|error| {
-            CliError::refused(
-                format!("PostgreSQL does not start: {}", error_chain(&error)),
-                "install PostgreSQL 14 or later (`apt-get install postgresql`), or set DATABASE_URL to a server of yours",
-            )
+            CliError::refused(format!("PostgreSQL does not start: {}", error_chain(&error)), error.hint())
         })?;
         let url = postgres::url(layout);
         let stop = CancellationToken::new();

@@ -92,6 +92,29 @@ impl UpRecord {
             .map_err(CliError::io(format!("write `{}`", path.display())))
     }
 
+    /// Checks that the run directory is not in use with another data directory.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Refused`] naming the other one.
+    pub(crate) fn must_be_of(&self, layout: &Layout) -> Result<(), CliError> {
+        if self.data_dir == layout.data || !self.is_alive() {
+            return Ok(());
+        }
+        Err(CliError::refused(
+            format!(
+                "the run directory `{}` is that of the `cloister up` on `{}` (process {})",
+                layout.run.display(),
+                self.data_dir.display(),
+                self.pid
+            ),
+            format!(
+                "give `--run-dir` (and `--listen`) of its own with this data directory, or `--data-dir {}` for that one",
+                self.data_dir.display()
+            ),
+        ))
+    }
+
     /// Returns whether the process that wrote it lives.
     pub(crate) fn is_alive(&self) -> bool {
         start_ticks(self.pid) == Some(self.start_ticks)
@@ -193,8 +216,12 @@ mod tests {
         record.save(&layout).unwrap();
         assert_eq!(UpRecord::load(&layout).unwrap().as_ref(), Some(&record));
         assert!(record.is_alive());
+        let error = record.must_be_of(&layout).unwrap_err();
+        assert!(error.to_string().contains("`/d`"), "{error}");
+        record.must_be_of(&Layout { data: "/d".into(), run: "/r".into() }).unwrap();
         record.start_ticks += 1;
         assert!(!record.is_alive());
+        record.must_be_of(&layout).unwrap();
         fs::write(layout.record(), "{").unwrap();
         assert!(UpRecord::load(&layout).is_err());
     }

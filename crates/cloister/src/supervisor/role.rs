@@ -34,6 +34,35 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// Open files that a role cannot work without: a host agent has several for each sandbox and program that it starts.
+const DESCRIPTORS_MIN: u64 = 1024;
+
+/// Ensures that this process and its children may open [`DESCRIPTORS_MIN`] files; root may also raise a hard limit.
+///
+/// # Errors
+///
+/// [`CliError::Refused`] when that is not allowed.
+pub(crate) fn ensure_descriptors() -> Result<(), CliError> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let at_least = |limit: Option<u64>| limit.map(|most| most.max(DESCRIPTORS_MIN));
+    if limit.current.is_none_or(|most| most >= DESCRIPTORS_MIN) {
+        return Ok(());
+    }
+    let raised = Rlimit { current: Some(DESCRIPTORS_MIN), maximum: at_least(limit.maximum) };
+    setrlimit(Resource::Nofile, raised).map_err(|errno| {
+        CliError::refused(
+            format!(
+                "at most {} files may be open at a time, and {DESCRIPTORS_MIN} are needed: {errno}",
+                limit.current.unwrap_or_default()
+            ),
+            format!(
+                "raise the limit with `ulimit -n {DESCRIPTORS_MIN}`, or `LimitNOFILE=` in a systemd unit"
+            ),
+        )
+    })
+}
+
 impl RoleArgs {
     /// Runs the coordinator until it is told to stop.
     ///
@@ -81,6 +110,7 @@ impl RoleArgs {
                 return Err(CliError::refused("the supervisor is gone", "start it again with `cloister up`"));
             }
         }
+        ensure_descriptors()?;
         let environment = Environment::of_process();
         let mut reader = ConfigReader::new(&environment);
         let format: Option<LogFormat> = reader.parse(&LOG_FORMAT);

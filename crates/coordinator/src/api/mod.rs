@@ -13,6 +13,7 @@ mod audit;
 pub(crate) mod auth;
 mod exec;
 mod field;
+mod health;
 mod host;
 mod observe;
 mod session;
@@ -30,10 +31,13 @@ use cloister_api::connection::MAX_MESSAGE_BYTES;
 use connectrpc::{
     CompressionPolicy, CompressionRegistry, ConnectRpcService, DeadlinePolicy, Limits, RequestContext, Router,
 };
+use connectrpc_health::{HealthExt as _, HealthService, apply_request_limits, request_limits};
 use connectrpc_reflection::Reflector;
 
+use self::health::Health;
 use crate::app::authorize::{Origin, authorize};
 use crate::app::{Action, App, Authorized, Principal, Resource};
+use crate::db::Store;
 use crate::error::{self, AppError};
 use crate::link::LinkService;
 
@@ -92,6 +96,7 @@ impl Api {
 pub(crate) fn service(
     app: Arc<App>,
     link: Arc<LinkService>,
+    store: Store,
 ) -> Result<ConnectRpcService, connectrpc_reflection::ReflectionError> {
     let api = Arc::new(Api { app });
     let router = Router::new();
@@ -102,7 +107,8 @@ pub(crate) fn service(
     let router = cloister_api::app::TokensServiceExt::register(Arc::clone(&api), router);
     let router = cloister_api::app::AuditServiceExt::register(api, router);
     let router = cloister_api::host::HostLinkServiceExt::register(link, router);
-    let (router, _health) = connectrpc_health::install_static(router, SERVICES);
+    let health = Arc::new(HealthService::new(Health::new(store)));
+    let router = apply_request_limits(health.register(router), request_limits());
     let reflector = Reflector::from_descriptor_set_bytes(cloister_api::FILE_DESCRIPTOR_SET)?;
     let router = connectrpc_reflection::install(router, reflector);
     let limits = Limits::default()

@@ -118,6 +118,16 @@ impl StoreError {
         matches!(self, Self::Unavailable { .. })
     }
 
+    /// Returns whether the database cannot write because its disk is full (SQLSTATE 53100).
+    pub fn is_disk_full(&self) -> bool {
+        match self {
+            Self::Unavailable { source: sqlx::Error::Database(error), .. } => {
+                error.code().is_some_and(|code| code == "53100")
+            }
+            _ => false,
+        }
+    }
+
     pub(crate) fn not_found(kind: &'static str, reference: &str) -> Self {
         Self::NotFound { kind, reference: reference.chars().take(64).collect() }
     }

@@ -20,6 +20,9 @@ const LOCK_TIMEOUT: &str = "5s";
 /// Longest pause inside a transaction: a coordinator that was stopped must not keep hosts locked.
 const IDLE_IN_TRANSACTION_TIMEOUT: &str = "10s";
 
+/// Longest that a database may take to answer a probe.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
+
 /// A connection that was used this shortly ago is taken for alive: a ping costs each operation a round trip. When the
 /// server was restarted within that time a caller sees [`StoreError::Unavailable`] once.
 const TRUSTED_IDLE: Duration = Duration::from_millis(500);
@@ -129,6 +132,11 @@ impl Store {
             Ok(())
         })
         .await
+    }
+
+    /// Returns whether the database answers within two seconds: for probes.
+    pub async fn answers(&self) -> bool {
+        matches!(tokio::time::timeout(ANSWER_DEADLINE, self.ping()).await, Ok(Ok(())))
     }
 
     /// Closes all connections after the operations under way.

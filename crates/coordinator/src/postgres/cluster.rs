@@ -11,6 +11,8 @@ use super::{ADMIN_ROLE, PostgresConfig, PostgresError, ROLE};
 
 /// Most bytes of the server's own words that go into an error.
 const LOG_SHOWN_BYTES: usize = 2000;
+/// Least room for a start, in MiB: the server may need a new file of its write-ahead log (16) before it frees an old one.
+const ROOM_MIB: u64 = 32;
 
 /// Ensures the socket's directory. When we are root, a coordinator that gave its privileges up must get through to the
 /// socket: its account's group may, or everybody as long as that account does not exist yet. `peer` decides who gets in.
@@ -161,6 +163,19 @@ pub(super) fn startup_log(config: &PostgresConfig) -> String {
         from += 1;
     }
     text[from..].trim().to_owned()
+}
+
+/// Checks that the disk has room: a server without it ends at its start, and cannot even say so in its log.
+pub(super) fn ensure_room(data: &Path) -> Result<(), PostgresError> {
+    // Not there before the first start.
+    let there = data.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let disk = rustix::fs::statvfs(there)
+        .map_err(|errno| PostgresError::file("look at the disk of", there, errno.into()))?;
+    let free_mib = disk.f_bavail.saturating_mul(disk.f_frsize) >> 20;
+    if free_mib < ROOM_MIB {
+        return Err(PostgresError::NoRoom { path: there.to_owned(), free_mib, least_mib: ROOM_MIB });
+    }
+    Ok(())
 }
 
 fn ensure_private_directory(path: &Path, account: &Account) -> Result<(), PostgresError> {

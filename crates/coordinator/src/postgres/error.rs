@@ -78,6 +78,16 @@ pub enum PostgresError {
         /// What it printed, or why it could not be run.
         output: String,
     },
+    /// The disk has too little room for a server to start and write its log.
+    #[error("the disk of `{}` has {free_mib} MiB free, and the database needs {least_mib} MiB to start", .path.display())]
+    NoRoom {
+        /// A directory on it.
+        path: PathBuf,
+        /// What is free.
+        free_mib: u64,
+        /// What it takes.
+        least_mib: u64,
+    },
     /// The server ended before it was ready.
     #[error("the server ended before it was ready: {log}")]
     NotReady {
@@ -118,6 +128,30 @@ fn list(versions: &[u32]) -> String {
 }
 
 impl PostgresError {
+    /// Returns what a person can do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::NotInstalled { .. } | Self::Version { .. } => {
+                "install PostgreSQL 14 or later (`apt-get install postgresql`), or set DATABASE_URL to a server of yours"
+            }
+            Self::Locked { .. } | Self::OtherCluster { .. } => {
+                "stop the other one, or give this one its own `--data-dir`, `--run-dir` and `--listen`"
+            }
+            Self::NoRoom { .. } => "free some room (`df` shows the disks), then start again",
+            Self::SocketPath { .. } => "give `--run-dir` a shorter path",
+            Self::NotACluster { .. } | Self::Unreachable { .. } => "give `--data-dir` another directory",
+            Self::Account { .. }
+            | Self::File { .. }
+            | Self::Program { .. }
+            | Self::NotReady { .. }
+            | Self::Slow { .. }
+            | Self::Ask(_)
+            | Self::Stop { .. } => {
+                "`postgres/log` in the data directory says more; with DATABASE_URL a server of yours is used instead"
+            }
+        }
+    }
+
     pub(super) fn file(verb: &'static str, path: &Path, source: io::Error) -> Self {
         Self::File { verb, path: path.to_owned(), source }
     }

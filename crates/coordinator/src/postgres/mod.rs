@@ -130,6 +130,7 @@ impl PrivatePostgres {
             ..config
         };
         let lock = process::lock(&config.beside(".lock"))?;
+        cluster::ensure_room(&config.data_dir)?;
         let account = Account::ensure(&config.system_user).await?;
         let binaries = Binaries::for_cluster(&config.data_dir).await?;
         cluster::ensure_socket_directory(&config, &account)?;

@@ -288,3 +288,11 @@ async fn the_coordinators_account_may_connect_and_no_other() {
     }
     stop(postgres).await;
 }
+
+#[test]
+fn a_disk_without_room_is_named_before_a_server_ends_on_it() {
+    let error = super::cluster::ensure_room(std::path::Path::new("/proc/not/there")).unwrap_err();
+    assert!(error.to_string().contains("`/proc` has 0 MiB free"), "{error}");
+    assert!(error.hint().contains("df"), "{}", error.hint());
+    super::cluster::ensure_room(std::path::Path::new("/tmp/not/there")).unwrap();
+}

@@ -101,6 +101,29 @@ async fn reflection_and_health_name_the_services() {
             .await;
         assert_eq!((status, answer["status"].as_str()), (200, Some("SERVING")), "{answer}");
     }
+    let (status, answer) =
+        coordinator.post("/grpc.health.v1.Health/Check", None, r#"{"service":"no.such"}"#).await;
+    assert_eq!((status, answer["code"].as_str()), (404, Some("not_found")), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_and_readiness_fall_with_the_database_and_come_back() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let health = async || {
+        let (_, answer) = coordinator.post("/grpc.health.v1.Health/Check", None, "{}").await;
+        let (ready, _) = coordinator.http("GET", "/readyz", None, "text/plain", Vec::new()).await;
+        (answer["status"].as_str().unwrap_or_default().to_owned(), ready)
+    };
+    assert_eq!(health().await, ("SERVING".to_owned(), 200));
+    coordinator.allow_connections(false).await;
+    assert_eq!(health().await, ("NOT_SERVING".to_owned(), 503));
+    coordinator.allow_connections(true).await;
+    let back = async {
+        while health().await != ("SERVING".to_owned(), 200) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(SOON, back).await.expect("it serves again");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -95,6 +95,20 @@ impl TestCoordinator {
         result.expect("it stops in time").expect("it says how it ended").expect("it ends well");
     }
 
+    /// Lets the database take connections or not; those that are there end.
+    pub(super) async fn allow_connections(&self, allowed: bool) {
+        use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _};
+        let name = self.options.get_database().expect("a database of its own").to_owned();
+        let mut admin = self.options.clone().database("postgres").connect().await.expect("connect");
+        let alter = format!("ALTER DATABASE \"{name}\" ALLOW_CONNECTIONS {allowed}");
+        sqlx::query(AssertSqlSafe(alter)).execute(&mut admin).await.expect("alter");
+        if !allowed {
+            let end = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = $1";
+            sqlx::query(end).bind(name).execute(&mut admin).await.expect("terminate");
+        }
+        admin.close().await.expect("close");
+    }
+
     pub(super) fn endpoint(&self) -> Endpoint {
         format!("http://{}", self.listening.address).parse().expect("an endpoint")
     }

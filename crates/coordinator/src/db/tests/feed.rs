@@ -100,3 +100,19 @@ async fn connections_that_the_server_ended_are_replaced() {
     let error = test.store.ping().await.unwrap_err();
     assert!(error.is_retryable(), "{error}");
 }
+
+#[tokio::test]
+async fn a_full_disk_of_the_database_is_told_from_a_database_that_does_not_answer() {
+    let Some(test) = TestStore::create_with(|config| config.clock = None).await else { return };
+    let mut connection = test.connection().await;
+    let mut refused = async |state: &str| {
+        let raise = format!("DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '{state}'; END $$");
+        let error =
+            sqlx::query(sqlx::AssertSqlSafe(raise)).execute(&mut connection).await.expect_err("it raises");
+        let error = StoreError::from_sqlx("test", error);
+        assert!(error.is_retryable(), "{error}");
+        crate::error::AppError::from(error).code.code
+    };
+    assert_eq!(refused("53100").await, "CL1027");
+    assert_eq!(refused("53200").await, "CL1016");
+}
