@@ -6,7 +6,10 @@ use clap::Args;
 use cloister_api::{app, common};
 use cloister_types::{ByteCount, CpuMillis, Isolation};
 
+use crate::attach::keyboard::{self, DetachKeys, Keyboard};
 use crate::client;
+use crate::error::CliError;
+use crate::terminal::Terminal;
 
 /// What a sandbox may use and how it is made.
 #[derive(Debug, Clone, Args)]
@@ -86,6 +89,11 @@ pub(crate) struct WorkArgs {
     /// Pass standard input on to the command
     #[arg(short, long)]
     pub(crate) interactive: bool,
+    /// Run the command on a terminal of its own, as large as this one; with `-i` what is typed goes to it
+    #[arg(short, long, visible_alias = "terminal")]
+    pub(crate) tty: bool,
+    #[command(flatten)]
+    pub(crate) detach_keys: DetachKeysArg,
     /// Start the command, print its ids and return; `run` leaves its session then, until it is deleted
     #[arg(short, long, conflicts_with = "interactive")]
     pub(crate) detach: bool,
@@ -94,12 +102,46 @@ pub(crate) struct WorkArgs {
     pub(crate) command: Vec<String>,
 }
 
+/// Keys that leave a terminal and let its program run on.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct DetachKeysArg {
+    /// Keys that leave the terminal and let the command run on; empty for none
+    #[arg(
+        long,
+        value_name = "KEYS",
+        env = "CLOISTER_DETACH_KEYS",
+        hide_env_values = true,
+        default_value = "ctrl-p,ctrl-q"
+    )]
+    pub(crate) detach_keys: DetachKeys,
+}
+
 impl WorkArgs {
+    /// Returns the keyboard that goes with the command's terminal, if it has one.
+    ///
+    /// # Errors
+    ///
+    /// See [`Keyboard::take`].
+    pub(crate) fn keyboard(&self, terminal: Terminal) -> Result<Option<Keyboard>, CliError> {
+        if !self.tty {
+            return Ok(None);
+        }
+        Keyboard::take(terminal, self.detach_keys.detach_keys.clone(), self.interactive).map(Some)
+    }
+
     /// Returns the message that says what runs.
     pub(crate) fn spec(&self) -> common::ExecSpec {
+        let mut env: std::collections::HashMap<String, String> = self.env.iter().cloned().collect();
+        if self.tty
+            && !env.contains_key("TERM")
+            && let Some(term) = keyboard::kind()
+        {
+            env.insert("TERM".to_owned(), term);
+        }
         common::ExecSpec {
             argv: self.command.clone(),
-            env: self.env.iter().cloned().collect(),
+            env: env.into_iter().collect(),
+            terminal: self.tty.then(keyboard::first_size).into(),
             cwd: self.workdir.clone().unwrap_or_default(),
             user: self.user.clone().unwrap_or_default(),
             timeout_ms: self.timeout.map_or(0, millis),

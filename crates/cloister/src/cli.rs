@@ -44,6 +44,8 @@ pub(crate) enum Command {
     Status(commands::status::StatusArgs),
     Run(commands::run::RunArgs),
     Exec(commands::exec::ExecArgs),
+    Shell(commands::shell::ShellArgs),
+    Attach(commands::attach::AttachArgs),
     Logs(commands::logs::LogsArgs),
     Ps(commands::ps::PsArgs),
     #[command(subcommand)]
@@ -117,7 +119,7 @@ impl Invocation {
 impl Command {
     /// Returns whether the exit code belongs to the command in the sandbox.
     pub(crate) fn is_work(&self) -> bool {
-        matches!(self, Self::Run(_) | Self::Exec(_))
+        matches!(self, Self::Run(_) | Self::Exec(_) | Self::Shell(_) | Self::Attach(_))
     }
 
     /// Returns whether this process is to be one of the long-running roles.
@@ -141,6 +143,8 @@ impl Command {
             Self::Status(args) => args.run(invocation).await,
             Self::Run(args) => args.run(invocation).await,
             Self::Exec(args) => args.run(invocation).await,
+            Self::Shell(args) => args.run(invocation).await,
+            Self::Attach(args) => args.run(invocation).await,
             Self::Logs(args) => args.run(invocation).await,
             Self::Ps(args) => args.run(invocation).await,
             Self::Session(command) => command.run(invocation).await,

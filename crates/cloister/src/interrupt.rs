@@ -1,7 +1,7 @@
 //! Ctrl-C and its relatives while something is waited for.
 //!
 //! The first `SIGINT` or `SIGTERM` is for the command in the sandbox, the second for us: then we stop waiting and
-//! clean up.
+//! clean up. With a keyboard Ctrl-C is a key like any other, and `SIGTERM` and `SIGHUP` are for us.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -14,6 +14,7 @@ pub(crate) struct Interrupts {
     terminate: Signal,
     hangup: Signal,
     count: u32,
+    hangup_leaves: bool,
 }
 
 impl Interrupts {
@@ -29,7 +30,14 @@ impl Interrupts {
             terminate: listen(SignalKind::terminate())?,
             hangup: listen(SignalKind::hangup())?,
             count: 0,
+            hangup_leaves: false,
         })
+    }
+
+    /// From now on the end of our own terminal, or a request to end, leaves the command and does not reach it: what runs
+    /// on a terminal of its own is there to come back to.
+    pub(crate) fn leave_on_hangup(&mut self) {
+        self.hangup_leaves = true;
     }
 
     /// Returns what the next signal asks for.
@@ -44,7 +52,11 @@ impl Interrupts {
             _ = self.hangup.recv() => SignalKind::hangup(),
         };
         self.count += 1;
-        if self.count > 1 { Interrupt::Leave } else { Interrupt::Forward(kind.as_raw_value()) }
+        if self.count > 1 || (self.hangup_leaves && kind != SignalKind::interrupt()) {
+            Interrupt::Leave
+        } else {
+            Interrupt::Forward(kind.as_raw_value())
+        }
     }
 
     /// Runs `work` unless a signal comes first: for waits that have nothing to pass a signal on to.

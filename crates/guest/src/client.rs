@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cloister_api::guest::{self, ErrorKind};
-use cloister_types::exec::ExecRecord;
+use cloister_types::exec::{ExecRecord, TerminalSize};
 use cloister_types::{ExecId, ExecSpec, OutputFrame};
 use tokio::time::timeout;
 
@@ -198,6 +198,49 @@ impl Client {
             Body::Signaled(_) => Ok(()),
             other => Err(unexpected(other, "`Signaled`")),
         }
+    }
+
+    /// Gives the exec's terminal another size; an exec that has ended is no error.
+    ///
+    /// # Errors
+    ///
+    /// [`ClientError::NotFound`], or [`ClientError::Invalid`] for an exec without a terminal.
+    pub async fn resize(&self, exec_id: &ExecId, size: TerminalSize) -> Result<(), ClientError> {
+        let request = guest::ResizeExec {
+            exec_id: exec_id.to_string(),
+            size: convert::terminal_size_to_wire(size).into(),
+            ..guest::ResizeExec::default()
+        };
+        match self.ask(request).await? {
+            Body::Resized(_) => Ok(()),
+            other => Err(unexpected(other, "`Resized`")),
+        }
+    }
+
+    /// Types into the exec's terminal, after whatever was typed before; `end` types the end of input after it. Waits
+    /// while the program does not read. Not safe to repeat.
+    ///
+    /// # Errors
+    ///
+    /// [`ClientError::NotFound`], or [`ClientError::Invalid`] for an exec without a terminal or that has ended.
+    pub async fn type_input(&self, exec_id: &ExecId, data: &[u8], end: bool) -> Result<(), ClientError> {
+        let exec_id = exec_id.to_string();
+        let mut pieces = data.chunks(STDIN_FRAME_BYTES).peekable();
+        let first = pieces.next().unwrap_or_default();
+        let write = |piece: &[u8], eof: bool| guest::WriteStdin {
+            exec_id: exec_id.clone(),
+            data: piece.to_vec(),
+            eof,
+            append: true,
+            ..guest::WriteStdin::default()
+        };
+        let mut connection = self.dial(write(first, end && pieces.peek().is_none())).await?;
+        stdin_written(&mut connection).await?;
+        while let Some(piece) = pieces.next() {
+            connection.writer.send(write(piece, end && pieces.peek().is_none())).await?;
+            stdin_written(&mut connection).await?;
+        }
+        Ok(())
     }
 
     /// Writes to standard input at an offset and returns the next offset. Waits while the program does not read.

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use cloister_api::guest;
-use cloister_types::exec::{ExecRecord, ExecSpecError};
+use cloister_types::exec::{ExecRecord, ExecSpecError, TerminalSize};
 use cloister_types::{ExecSpec, Exit, ExitReason, IdError, OutputStream};
 
 /// Why a message does not mean anything.
@@ -101,8 +101,27 @@ pub fn spec_to_wire(spec: &ExecSpec) -> guest::ExecSpec {
         timeout_ms: spec.timeout.map_or(0, millis_to_wire),
         no_output_timeout_ms: spec.no_output_timeout.map_or(0, millis_to_wire),
         stdin: spec.stdin,
+        terminal: spec.terminal.map(terminal_size_to_wire).into(),
         ..guest::ExecSpec::default()
     }
+}
+
+/// Returns a terminal's size as a message.
+pub fn terminal_size_to_wire(size: TerminalSize) -> guest::TerminalSize {
+    guest::TerminalSize {
+        rows: u32::from(size.rows),
+        columns: u32::from(size.columns),
+        ..guest::TerminalSize::default()
+    }
+}
+
+/// Returns a terminal's size.
+///
+/// # Errors
+///
+/// [`ConvertError::Spec`] when no terminal has it.
+pub fn terminal_size_from_wire(size: &guest::TerminalSize) -> Result<TerminalSize, ConvertError> {
+    Ok(TerminalSize::new(size.rows, size.columns)?)
 }
 
 /// Returns a checked spec.
@@ -119,6 +138,7 @@ pub fn spec_from_wire(spec: guest::ExecSpec) -> Result<ExecSpec, ConvertError> {
         timeout: optional_millis(spec.timeout_ms),
         no_output_timeout: optional_millis(spec.no_output_timeout_ms),
         stdin: spec.stdin,
+        terminal: spec.terminal.as_option().map(terminal_size_from_wire).transpose()?,
     };
     spec.validate()?;
     Ok(spec)
@@ -209,6 +229,7 @@ mod tests {
                 timeout: Some(Duration::from_millis(1500)),
                 no_output_timeout: None,
                 stdin: true,
+                terminal: TerminalSize::new(24, 80).ok(),
             },
             pid: 12,
             started_unix_ms: 34,

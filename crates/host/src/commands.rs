@@ -13,11 +13,12 @@ use std::time::Duration;
 
 use cloister_api::convert::{
     exec_spec_from_proto, exec_to_proto, facts_to_proto, isolation_to_proto, limits_from_proto,
+    terminal_size_from_proto,
 };
 use cloister_api::host::command::Command as Kind;
 use cloister_api::host::command_result::Result as Answer;
 use cloister_api::host::{
-    Command, CommandResult, CreateSandbox, ExecList, HostErrorKind, SandboxCreated, SandboxRemoved,
+    Command, CommandResult, CreateSandbox, ExecList, HostErrorKind, Resized, SandboxCreated, SandboxRemoved,
     SandboxStopped, Signaled, StartExec, StdinWritten, StepTiming, StopSandbox, WriteStdin,
 };
 use cloister_sandbox::backend::{Backend, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec};
@@ -112,6 +113,16 @@ impl Agent {
                     Err(_) => drop(self.exec(session_id, &exec_id).await?),
                 }
                 Ok(Signaled::default().into())
+            }
+            Kind::ResizeExec(resize) => {
+                let exec_id: ExecId = resize.exec_id.parse()?;
+                let size = terminal_size_from_proto(&resize.size)?;
+                match self.running(session_id) {
+                    Ok(sandbox) => sandbox.resize(&exec_id, size).await?,
+                    // An exec that has ended takes any size.
+                    Err(_) => drop(self.exec(session_id, &exec_id).await?),
+                }
+                Ok(Resized::default().into())
             }
             Kind::WaitExec(wait) => {
                 let exec_id: ExecId = wait.exec_id.parse()?;
@@ -297,6 +308,15 @@ impl Agent {
     async fn write_stdin(&self, session_id: &SessionId, write: &WriteStdin) -> Result<u64, Refusal> {
         let exec_id: ExecId = write.exec_id.parse()?;
         let sandbox = self.running(session_id)?;
+        if write.append {
+            let typing = sandbox.type_input(&exec_id, &write.data, write.eof);
+            return match tokio::time::timeout(STDIN_PATIENCE, typing).await {
+                Ok(typed) => Ok(typed.map(|()| 0)?),
+                Err(_) => Err(Refusal::invalid(
+                    "the program does not read its terminal; a part of what was typed may have arrived",
+                )),
+            };
+        }
         let writing = sandbox.write_stdin(&exec_id, write.offset, &write.data, write.eof);
         match tokio::time::timeout(STDIN_PATIENCE, writing).await {
             Ok(written) => Ok(written?),
@@ -344,7 +364,7 @@ impl Agent {
 fn checked(start: &StartExec) -> Result<(ExecId, ExecSpec), Refusal> {
     let exec_id: ExecId = start.exec_id.parse()?;
     cloister_types::name::validate_request_id(&start.request_id).map_err(Refusal::invalid)?;
-    let spec = exec_spec_from_proto(&start.spec);
+    let spec = exec_spec_from_proto(&start.spec)?;
     spec.validate().map_err(Refusal::invalid)?;
     Ok((exec_id, spec))
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  OpenStream ─► open the RPC ─► opened ─► [start the exec] ─► exec ─► frame … frame ─► exit | end | error
-//!                                                  stdin, signals ◄─ coordinator
+//!                                                  input, signals, sizes ◄─ coordinator
 //! ```
 //!
 //! - A frame is asked of the sandbox only when the one before it was taken by the connection, so that a reader
@@ -17,14 +17,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cloister_api::common;
-use cloister_api::convert::{exec_to_proto, output_frame_to_proto};
+use cloister_api::convert::{exec_to_proto, output_frame_to_proto, terminal_size_from_proto};
 use cloister_api::host::{
     HostErrorKind, HostLinkServiceClient, OpenStream, StreamEnd, StreamOpened, StreamRequest,
     StreamResponseView, WriteStdin, stream_request, stream_response,
 };
 use cloister_sandbox::backend::{OutputReader, Sandbox, SandboxError};
 use cloister_service::CancellationToken;
-use cloister_types::exec::ExecRecord;
+use cloister_types::exec::{ExecRecord, TerminalSize};
 use cloister_types::{ExecId, OutputFrame, SessionId};
 use connectrpc::client::{BidiRecvHalf, BidiSendHalf, CallOptions, ClientTransport, SharedHttp2Connection};
 use tokio::sync::{mpsc, watch};
@@ -250,10 +250,16 @@ impl Source<'_> {
     }
 }
 
+/// What a program gets that is no input.
+enum Aside {
+    Signal(i32),
+    Size(TerminalSize),
+}
+
 /// Applies what the coordinator sends. Returns only when the consumer is gone or the input cannot be applied.
 async fn take_input(receiving: &mut Receiving, sandbox: Option<Arc<dyn Sandbox>>, exec_id: ExecId) -> Cut {
     let (stdin, mut writes) = mpsc::channel::<Box<WriteStdin>>(INPUT_QUEUED);
-    let (signals, mut raised) = mpsc::channel::<(i32, u64)>(INPUT_QUEUED);
+    let (signals, mut raised) = mpsc::channel::<(Aside, u64)>(INPUT_QUEUED);
     let (applied, written) = watch::channel(0u64);
 
     let receive = async {
@@ -266,7 +272,13 @@ async fn take_input(receiving: &mut Receiving, sandbox: Option<Arc<dyn Sandbox>>
                         let _ = stdin.send(write).await;
                     }
                     Some(stream_response::Message::Signal(signal)) => {
-                        let _ = signals.send((signal.signal, count)).await;
+                        let _ = signals.send((Aside::Signal(signal.signal), count)).await;
+                    }
+                    Some(stream_response::Message::Resize(resize)) => {
+                        match terminal_size_from_proto(&resize.size) {
+                            Ok(size) => drop(signals.send((Aside::Size(size), count)).await),
+                            Err(error) => return Cut::Failed(error.into()),
+                        }
                     }
                     None => {}
                 },
@@ -303,9 +315,13 @@ async fn take_input(receiving: &mut Receiving, sandbox: Option<Arc<dyn Sandbox>>
     };
     let signal = async {
         let mut written = written;
-        while let Some((signal, after)) = raised.recv().await {
+        while let Some((aside, after)) = raised.recv().await {
             let _ = tokio::time::timeout(SIGNAL_PATIENCE, written.wait_for(|count| *count >= after)).await;
-            match sandbox.signal(&exec_id, signal).await {
+            let applied = match aside {
+                Aside::Signal(signal) => sandbox.signal(&exec_id, signal).await,
+                Aside::Size(size) => sandbox.resize(&exec_id, size).await,
+            };
+            match applied {
                 // The output says how it ended.
                 Ok(()) | Err(SandboxError::NotRunning(_) | SandboxError::NotFound(_)) => {}
                 Err(error) => return Cut::Failed(error.into()),
@@ -322,8 +338,14 @@ async fn take_input(receiving: &mut Receiving, sandbox: Option<Arc<dyn Sandbox>>
 
 /// Writes once; returns whether standard input is closed, so that nothing more need be tried.
 async fn write_stdin(sandbox: &dyn Sandbox, exec_id: &ExecId, write: &WriteStdin) -> Result<bool, Refusal> {
-    match sandbox.write_stdin(exec_id, write.offset, &write.data, write.eof).await {
-        Ok(_) => Ok(write.eof),
+    let written = if write.append {
+        // A terminal stays open after an end that was typed.
+        sandbox.type_input(exec_id, &write.data, write.eof).await.map(|()| false)
+    } else {
+        sandbox.write_stdin(exec_id, write.offset, &write.data, write.eof).await.map(|_| write.eof)
+    };
+    match written {
+        Ok(closed) => Ok(closed),
         // The output says how it ended.
         Err(SandboxError::NotRunning(_) | SandboxError::NotFound(_)) => Ok(true),
         // A program may close its input and go on. That is no error of the stream, but a hole in the input is,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cloister_types::exec::ExecRecord;
+use cloister_types::exec::{ExecRecord, TerminalSize};
 use cloister_types::session::Reason;
 use cloister_types::{
     BackendKind, Capability, ExecId, ExecSpec, IsolationFact, Limits, OutputFrame, SandboxId, SessionId,
@@ -260,6 +260,21 @@ pub trait Sandbox: Send + Sync + 'static {
         data: &[u8],
         eof: bool,
     ) -> Result<u64, SandboxError>;
+
+    /// Types into the exec's terminal, after whatever was typed before; `end` types the end of input after it. Waits
+    /// while the program does not read. Not safe to repeat.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`], or `Invalid` for an exec without a terminal or that has ended.
+    async fn type_input(&self, exec_id: &ExecId, data: &[u8], end: bool) -> Result<(), SandboxError>;
+
+    /// Gives the exec's terminal another size. An exec that has ended is no error.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`], or `Invalid` for an exec without a terminal.
+    async fn resize(&self, exec_id: &ExecId, size: TerminalSize) -> Result<(), SandboxError>;
 
     /// Sends a signal to the exec's process group. An exec that has ended is no error.
     ///

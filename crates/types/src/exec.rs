@@ -22,6 +22,36 @@ pub struct ExecSpec {
     pub no_output_timeout: Option<Duration>,
     /// Whether standard input stays open for writes.
     pub stdin: bool,
+    /// Run on a terminal of this size. Standard input is open then, and everything is printed on standard output.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub terminal: Option<TerminalSize>,
+}
+
+/// The size of a terminal in characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TerminalSize {
+    /// Lines.
+    pub rows: u16,
+    /// Characters of a line.
+    pub columns: u16,
+}
+
+impl TerminalSize {
+    /// Most lines, and most characters of a line.
+    pub const MAX: u16 = 4096;
+
+    /// Returns a size.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecSpecError::TerminalSize`] unless both are 1 to [`MAX`](Self::MAX).
+    pub fn new(rows: u32, columns: u32) -> Result<Self, ExecSpecError> {
+        let wrong = ExecSpecError::TerminalSize { rows, columns };
+        let checked = |value: u32| {
+            u16::try_from(value).ok().filter(|value| (1..=Self::MAX).contains(value)).ok_or(wrong.clone())
+        };
+        Ok(Self { rows: checked(rows)?, columns: checked(columns)? })
+    }
 }
 
 /// Most bytes that all of `argv` and `env` may have together, like the kernel's own limit for one exec.
@@ -47,9 +77,22 @@ pub enum ExecSpecError {
     /// More than the kernel would take.
     #[error("arguments and environment have {0} bytes together: at most 1 MiB")]
     TooLarge(usize),
+    /// No terminal has this size.
+    #[error("a terminal of {rows} rows and {columns} columns: each is 1 to 4096")]
+    TerminalSize {
+        /// Lines.
+        rows: u32,
+        /// Characters of a line.
+        columns: u32,
+    },
 }
 
 impl ExecSpec {
+    /// Returns whether standard input takes writes.
+    pub fn has_stdin(&self) -> bool {
+        self.stdin || self.terminal.is_some()
+    }
+
     /// Checks what can be checked without a sandbox.
     ///
     /// # Errors

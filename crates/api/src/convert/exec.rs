@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use buffa::{EnumValue, MessageField};
-use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES};
+use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES, TerminalSize};
 use cloister_types::{ExecSpec, Exit, ExitReason, OutputFrame, OutputStream, SessionId};
 
 use super::{ConvertError, timestamp_to_unix_ms, unix_ms_to_timestamp};
@@ -24,15 +24,38 @@ pub fn exec_spec_to_proto(spec: &ExecSpec) -> common::ExecSpec {
         timeout_ms: milliseconds(spec.timeout),
         no_output_timeout_ms: milliseconds(spec.no_output_timeout),
         stdin: spec.stdin,
+        terminal: spec.terminal.map(terminal_size_to_proto).into(),
         ..Default::default()
     }
 }
 
+/// Returns a terminal's size as a message.
+pub fn terminal_size_to_proto(size: TerminalSize) -> common::TerminalSize {
+    common::TerminalSize {
+        rows: u32::from(size.rows),
+        columns: u32::from(size.columns),
+        ..Default::default()
+    }
+}
+
+/// Returns a message as a terminal's size.
+///
+/// # Errors
+///
+/// No terminal has that size.
+pub fn terminal_size_from_proto(size: &common::TerminalSize) -> Result<TerminalSize, ConvertError> {
+    TerminalSize::new(size.rows, size.columns).map_err(|error| ConvertError::new("terminal", error))
+}
+
 /// Returns a message as a spec. It is not checked beyond its form: [`ExecSpec::validate`] does that.
-pub fn exec_spec_from_proto(spec: &common::ExecSpec) -> ExecSpec {
+///
+/// # Errors
+///
+/// No terminal has the size that is asked for.
+pub fn exec_spec_from_proto(spec: &common::ExecSpec) -> Result<ExecSpec, ConvertError> {
     let text = |text: &String| (!text.is_empty()).then(|| text.clone());
     let duration = |milliseconds| (milliseconds > 0).then(|| Duration::from_millis(milliseconds));
-    ExecSpec {
+    Ok(ExecSpec {
         argv: spec.argv.clone(),
         env: spec.env.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
         cwd: text(&spec.cwd),
@@ -40,7 +63,8 @@ pub fn exec_spec_from_proto(spec: &common::ExecSpec) -> ExecSpec {
         timeout: duration(spec.timeout_ms),
         no_output_timeout: duration(spec.no_output_timeout_ms),
         stdin: spec.stdin,
-    }
+        terminal: spec.terminal.as_option().map(terminal_size_from_proto).transpose()?,
+    })
 }
 
 fn reason_to_proto(reason: ExitReason) -> common::ExitReason {
@@ -122,7 +146,7 @@ pub fn exec_from_proto(exec: &common::Exec) -> Result<ExecRecord, ConvertError> 
     Ok(ExecRecord {
         exec_id: exec.id.parse().map_err(|error| ConvertError::new("exec.id", error))?,
         request_id: String::new(),
-        spec: exec_spec_from_proto(&exec.spec),
+        spec: exec_spec_from_proto(&exec.spec)?,
         pid: exec.pid,
         started_unix_ms: exec.started_at.as_option().map_or(0, timestamp_to_unix_ms),
         exit: exec.exit.as_option().map(exit_from_proto).transpose()?,
@@ -212,6 +236,7 @@ mod tests {
             timeout: Some(Duration::from_millis(1500)),
             no_output_timeout: None,
             stdin: true,
+            terminal: TerminalSize::new(24, 80).ok(),
         };
         let exit = Exit {
             reason: ExitReason::Signaled,

@@ -14,6 +14,7 @@ mod time;
 pub use exec::{
     exec_from_proto, exec_spec_from_proto, exec_spec_to_proto, exec_to_proto, exit_from_proto, exit_to_proto,
     output_frame_from_proto, output_frame_to_proto, output_stream_from_proto, output_stream_to_proto,
+    terminal_size_from_proto, terminal_size_to_proto,
 };
 pub use sandbox::{
     capabilities_from_proto, capabilities_to_proto, fact_from_proto, fact_to_proto, facts_from_proto,

@@ -5,6 +5,7 @@ pub const RPC_ACCESS: &[RpcAccess] = &[
     RpcAccess { path: "/cloister.app.v1.AuditService/ListAudit", action: "audit.list", mutation: false, request: "cloister.app.v1.ListAuditRequest" },
     RpcAccess { path: "/cloister.app.v1.ExecsService/GetExec", action: "exec.get", mutation: false, request: "cloister.app.v1.GetExecRequest" },
     RpcAccess { path: "/cloister.app.v1.ExecsService/ListExecs", action: "exec.list", mutation: false, request: "cloister.app.v1.ListExecsRequest" },
+    RpcAccess { path: "/cloister.app.v1.ExecsService/ResizeExec", action: "exec.resize", mutation: true, request: "cloister.app.v1.ResizeExecRequest" },
     RpcAccess { path: "/cloister.app.v1.ExecsService/SignalExec", action: "exec.signal", mutation: true, request: "cloister.app.v1.SignalExecRequest" },
     RpcAccess { path: "/cloister.app.v1.ExecsService/StartExec", action: "exec.start", mutation: true, request: "cloister.app.v1.StartExecRequest" },
     RpcAccess { path: "/cloister.app.v1.ExecsService/WaitExec", action: "exec.wait", mutation: false, request: "cloister.app.v1.WaitExecRequest" },

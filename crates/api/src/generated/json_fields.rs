@@ -5,6 +5,7 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
     JsonMessage {
         name: "cloister.app.v1.AttachExecRequest",
         fields: &[
+            JsonField { json: "resize", proto: "resize", shape: JsonShape::Message("cloister.common.v1.TerminalSize") },
             JsonField { json: "signal", proto: "signal", shape: JsonShape::Scalar },
             JsonField { json: "start", proto: "start", shape: JsonShape::Message("cloister.app.v1.AttachStart") },
             JsonField { json: "stdin", proto: "stdin", shape: JsonShape::Message("cloister.app.v1.AttachStdin") },
@@ -23,6 +24,7 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
     JsonMessage {
         name: "cloister.app.v1.AttachStdin",
         fields: &[
+            JsonField { json: "append", proto: "append", shape: JsonShape::Scalar },
             JsonField { json: "data", proto: "data", shape: JsonShape::Scalar },
             JsonField { json: "eof", proto: "eof", shape: JsonShape::Scalar },
             JsonField { json: "offset", proto: "offset", shape: JsonShape::Scalar },
@@ -128,6 +130,14 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
         ],
     },
     JsonMessage {
+        name: "cloister.app.v1.ResizeExecRequest",
+        fields: &[
+            JsonField { json: "execId", proto: "exec_id", shape: JsonShape::Scalar },
+            JsonField { json: "session", proto: "session", shape: JsonShape::Scalar },
+            JsonField { json: "size", proto: "size", shape: JsonShape::Message("cloister.common.v1.TerminalSize") },
+        ],
+    },
+    JsonMessage {
         name: "cloister.app.v1.ResumeSessionRequest",
         fields: &[
             JsonField { json: "requestId", proto: "request_id", shape: JsonShape::Scalar },
@@ -181,6 +191,7 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
     JsonMessage {
         name: "cloister.app.v1.WriteStdinRequest",
         fields: &[
+            JsonField { json: "append", proto: "append", shape: JsonShape::Scalar },
             JsonField { json: "data", proto: "data", shape: JsonShape::Scalar },
             JsonField { json: "eof", proto: "eof", shape: JsonShape::Scalar },
             JsonField { json: "execId", proto: "exec_id", shape: JsonShape::Scalar },
@@ -196,6 +207,7 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
             JsonField { json: "env", proto: "env", shape: JsonShape::Scalar },
             JsonField { json: "noOutputTimeoutMs", proto: "no_output_timeout_ms", shape: JsonShape::Scalar },
             JsonField { json: "stdin", proto: "stdin", shape: JsonShape::Scalar },
+            JsonField { json: "terminal", proto: "terminal", shape: JsonShape::Message("cloister.common.v1.TerminalSize") },
             JsonField { json: "timeoutMs", proto: "timeout_ms", shape: JsonShape::Scalar },
             JsonField { json: "user", proto: "user", shape: JsonShape::Scalar },
         ],
@@ -207,6 +219,13 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
             JsonField { json: "diskBytes", proto: "disk_bytes", shape: JsonShape::Scalar },
             JsonField { json: "memoryBytes", proto: "memory_bytes", shape: JsonShape::Scalar },
             JsonField { json: "pids", proto: "pids", shape: JsonShape::Scalar },
+        ],
+    },
+    JsonMessage {
+        name: "cloister.common.v1.TerminalSize",
+        fields: &[
+            JsonField { json: "columns", proto: "columns", shape: JsonShape::Scalar },
+            JsonField { json: "rows", proto: "rows", shape: JsonShape::Scalar },
         ],
     },
 ];

@@ -5,7 +5,7 @@ use cloister_api::app::StartExecRequest;
 use cloister_api::common::ExecExit;
 
 use crate::args::WorkArgs;
-use crate::attach::Attachment;
+use crate::attach::{Attachment, Ended};
 use crate::cli::Invocation;
 use crate::client::{self, unary};
 use crate::error::CliError;
@@ -15,14 +15,15 @@ use crate::terminal::Terminal;
 
 /// Run a command in a session
 ///
-/// The exit code is the command's own. Ctrl-C is passed on to the command; a second one leaves it running.
+/// The exit code is the command's own. Ctrl-C is passed on to the command; a second one leaves it running. With `-it` the
+/// command has a terminal, and every key goes to it but the detach keys.
 #[derive(Debug, Args)]
 #[command(override_usage = "cloister exec [OPTIONS] SESSION -- COMMAND…")]
 pub(crate) struct ExecArgs {
     /// Id, unique prefix of it, or name of the session
-    session: String,
+    pub(super) session: String,
     #[command(flatten)]
-    work: WorkArgs,
+    pub(super) work: WorkArgs,
 }
 
 impl ExecArgs {
@@ -46,16 +47,43 @@ impl ExecArgs {
             return Ok(0);
         }
         let mut interrupts = Interrupts::listen()?;
-        let mut attachment = Attachment::new(&client, terminal, &self.session, self.work.spec());
-        let result = attachment.run(&mut interrupts).await;
-        if let (Err(CliError::Interrupted), Some(exec)) = (&result, attachment.exec()) {
-            terminal.note(format!(
-                "cloister: {} runs on; `cloister logs -f {} {}` shows it",
-                exec.id, self.session, exec.id
-            ));
-        }
-        Ok(report(terminal, &result?))
+        let attachment = Attachment::new(&client, terminal, &self.session, self.work.spec())
+            .with_keyboard(self.work.keyboard(terminal)?);
+        watch(attachment, terminal, &self.session, &mut interrupts).await
     }
+}
+
+/// Watches an exec to its end and returns its exit code; one that is left is said to run on.
+///
+/// # Errors
+///
+/// [`CliError::Interrupted`] when it was left by a second signal, else why its end is not known.
+pub(crate) async fn watch(
+    mut attachment: Attachment<'_>,
+    terminal: Terminal,
+    session: &str,
+    interrupts: &mut Interrupts,
+) -> Result<u8, CliError> {
+    let result = attachment.run(interrupts).await;
+    let exec = attachment.exec().map(|exec| exec.id.clone());
+    // With it the keyboard is given back, before anything is said.
+    drop(attachment);
+    if let (Err(CliError::Interrupted), Some(exec)) = (&result, &exec) {
+        terminal.note(format!("cloister: {exec} runs on; `cloister logs -f {session} {exec}` shows it"));
+    }
+    match result? {
+        Ended::Exit(exit) => Ok(report(terminal, &exit)),
+        Ended::Detached => {
+            detached(terminal, session, exec.as_deref());
+            Ok(0)
+        }
+    }
+}
+
+/// Says how to come back.
+pub(crate) fn detached(terminal: Terminal, session: &str, exec: Option<&str>) {
+    let exec = exec.unwrap_or_default();
+    terminal.note(format!("\ncloister: detached; `cloister attach {session} {exec}` comes back").trim_end());
 }
 
 /// Says on standard error what a person should know about the end, and returns the exit code.

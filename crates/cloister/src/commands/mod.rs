@@ -1,5 +1,6 @@
 //! One file per noun or verb of the command line.
 
+pub(crate) mod attach;
 pub(crate) mod audit;
 pub(crate) mod context;
 pub(crate) mod coordinator;
@@ -12,6 +13,7 @@ pub(crate) mod ps;
 pub(crate) mod reference;
 pub(crate) mod run;
 pub(crate) mod session;
+pub(crate) mod shell;
 pub(crate) mod status;
 pub(crate) mod token;
 pub(crate) mod up;

@@ -7,7 +7,7 @@ use cloister_api::app::{Session, StartExecRequest};
 use cloister_api::common::{Exec, ExecExit};
 
 use crate::args::{SandboxArgs, WorkArgs};
-use crate::attach::Attachment;
+use crate::attach::{Attachment, Ended};
 use crate::cli::Invocation;
 use crate::client::{self, Client, unary};
 use crate::commands::{exec, session};
@@ -72,9 +72,24 @@ impl RunArgs {
         if self.work.detach {
             return self.start(&client, terminal, &session).await;
         }
-        let mut attachment = Attachment::new(&client, terminal, &session.id, self.work.spec());
+        let mut attachment = Attachment::new(&client, terminal, &session.id, self.work.spec())
+            .with_keyboard(self.work.keyboard(terminal)?);
         let result = attachment.run(&mut interrupts).await;
         let exec = attachment.exec().cloned();
+        // With it the keyboard is given back, before anything is said.
+        drop(attachment);
+        let result = match result {
+            Ok(Ended::Exit(exit)) => Ok(*exit),
+            Ok(Ended::Detached) => {
+                exec::detached(terminal, &session.id, exec.as_ref().map(|exec| exec.id.as_str()));
+                terminal.note(format!(
+                    "cloister: the session stays; `cloister session delete {}` ends it",
+                    session.id
+                ));
+                return Ok(0);
+            }
+            Err(error) => Err(error),
+        };
         steps.step(&ended(exec.as_ref(), &result));
         if self.keep {
             terminal.note(format!("cloister: kept session {}", session.id));

@@ -1,9 +1,9 @@
 //! `ExecsService`.
 
 use cloister_api::app::{
-    ExecsService, GetExecRequest, GetExecResponse, ListExecsRequest, ListExecsResponse, SignalExecRequest,
-    SignalExecResponse, StartExecRequest, StartExecResponse, WaitExecRequest, WaitExecResponse,
-    WriteStdinRequest, WriteStdinResponse,
+    ExecsService, GetExecRequest, GetExecResponse, ListExecsRequest, ListExecsResponse, ResizeExecRequest,
+    ResizeExecResponse, SignalExecRequest, SignalExecResponse, StartExecRequest, StartExecResponse,
+    WaitExecRequest, WaitExecResponse, WriteStdinRequest, WriteStdinResponse,
 };
 use cloister_api::common;
 use cloister_api::convert::exec_spec_from_proto;
@@ -13,7 +13,7 @@ use connectrpc::{RequestContext, Response, ServiceRequest, ServiceResult};
 
 use super::{Api, EXEC_WAIT_MAX, field};
 use crate::app::Resource;
-use crate::app::relay::{STDIN_MAX_BYTES, check_signal};
+use crate::app::relay::{STDIN_MAX_BYTES, check_signal, check_size};
 use crate::error::AppError;
 
 #[allow(refining_impl_trait, reason = "the generated trait hides the response type; naming it is clearer")]
@@ -74,6 +74,7 @@ impl ExecsService for Api {
             offset: request.offset,
             data: request.data,
             eof: request.eof,
+            append: request.append,
             ..Default::default()
         };
         let next_offset = self.app.write_stdin(&authorized, reference, write).await?;
@@ -94,6 +95,21 @@ impl ExecsService for Api {
         Response::ok(SignalExecResponse::default())
     }
 
+    async fn resize_exec(
+        &self,
+        ctx: RequestContext,
+        request: ServiceRequest<'_, ResizeExecRequest>,
+    ) -> ServiceResult<ResizeExecResponse> {
+        let request = request.to_owned_message();
+        let authorized = self.authorize(&ctx, "", Resource::OwnOrganization)?;
+        let reference = field::reference("session", &request.session)?;
+        let exec_id = field::exec_id(&request.exec_id)?;
+        let size = request.size.into_option().ok_or_else(|| AppError::field("size", "it is missing"))?;
+        check_size("size", &size)?;
+        self.app.resize_exec(&authorized, reference, &exec_id, size).await?;
+        Response::ok(ResizeExecResponse::default())
+    }
+
     async fn wait_exec(
         &self,
         ctx: RequestContext,
@@ -112,12 +128,17 @@ impl ExecsService for Api {
 /// Checks what to run; it goes on as it came.
 pub(super) fn spec(field: &str, spec: Option<common::ExecSpec>) -> Result<common::ExecSpec, AppError> {
     let spec = spec.ok_or_else(|| AppError::field(field, "it is missing: say what to run"))?;
-    exec_spec_from_proto(&spec).validate().map_err(|error| {
+    if let Some(size) = spec.terminal.as_option() {
+        check_size(&format!("{field}.terminal"), size)?;
+    }
+    let checked = exec_spec_from_proto(&spec).map_err(|error| AppError::field(field, error))?;
+    checked.validate().map_err(|error| {
         let part = match &error {
             ExecSpecError::NoProgram | ExecSpecError::TooLarge(_) => "argv",
             ExecSpecError::Nul(part) => part,
             ExecSpecError::EnvName(_) => "env",
             ExecSpecError::RelativeDirectory(_) => "cwd",
+            ExecSpecError::TerminalSize { .. } => "terminal",
         };
         AppError::field(format!("{field}.{part}"), error)
     })?;

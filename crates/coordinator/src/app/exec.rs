@@ -5,10 +5,12 @@
 
 use std::time::Duration;
 
-use cloister_api::common::{Exec, ExecSpec};
+use cloister_api::common::{Exec, ExecSpec, TerminalSize};
 use cloister_api::host::command::Command as CommandKind;
 use cloister_api::host::command_result::Result as ResultKind;
-use cloister_api::host::{GetExec, ListExecs, OpenStream, SignalExec, StartExec, WaitExec, WriteStdin};
+use cloister_api::host::{
+    GetExec, ListExecs, OpenStream, ResizeExec, SignalExec, StartExec, WaitExec, WriteStdin,
+};
 use cloister_types::{ExecId, HostId, SessionId, SessionState};
 
 use super::relay::{Attachment, OutputRelay};
@@ -163,6 +165,21 @@ impl App {
         let command = SignalExec { exec_id: exec_id.to_string(), signal, ..Default::default() };
         match self.ask(&target, command, COMMAND_DEADLINE).await? {
             ResultKind::Signaled(_) => Ok(()),
+            _ => Err(LinkError::Malformed(target.host_id).into()),
+        }
+    }
+
+    pub(crate) async fn resize_exec(
+        &self,
+        authorized: &Authorized,
+        reference: &str,
+        exec_id: &ExecId,
+        size: TerminalSize,
+    ) -> Result<(), AppError> {
+        let target = self.exec_target(authorized, reference).await?;
+        let command = ResizeExec { exec_id: exec_id.to_string(), size: size.into(), ..Default::default() };
+        match self.ask(&target, command, COMMAND_DEADLINE).await? {
+            ResultKind::Resized(_) => Ok(()),
             _ => Err(LinkError::Malformed(target.host_id).into()),
         }
     }

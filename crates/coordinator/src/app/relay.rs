@@ -11,9 +11,9 @@
 use cloister_api::app::AttachExecRequest;
 use cloister_api::app::attach_exec_request::Request;
 use cloister_api::common::output_frame::Frame;
-use cloister_api::common::{Exec, OutputFrame};
+use cloister_api::common::{Exec, OutputFrame, TerminalSize};
 use cloister_api::host::stream_request::Message;
-use cloister_api::host::{HostError, HostErrorKind, SignalExec, StreamResponse, WriteStdin};
+use cloister_api::host::{HostError, HostErrorKind, ResizeExec, SignalExec, StreamResponse, WriteStdin};
 use cloister_service::task::AbortOnDrop;
 use cloister_service::{CancellationToken, OnCancel, OnError, TaskKind, TaskRegistry};
 use cloister_types::HostId;
@@ -256,6 +256,7 @@ async fn pump(
                     offset: stdin.offset,
                     data: stdin.data,
                     eof: stdin.eof,
+                    append: stdin.append,
                     ..Default::default()
                 }
                 .into()
@@ -263,6 +264,10 @@ async fn pump(
             Some(Request::Signal(signal)) => {
                 check_signal("signal", signal)?;
                 SignalExec { exec_id: exec_id.clone(), signal, ..Default::default() }.into()
+            }
+            Some(Request::Resize(size)) => {
+                check_size("resize", &size)?;
+                ResizeExec { exec_id: exec_id.clone(), size: (*size).into(), ..Default::default() }.into()
             }
             Some(Request::Start(_)) => {
                 return Err(AppError::new(&error::PROTOCOL, "`start` may only be the first message"));
@@ -275,6 +280,17 @@ async fn pump(
         }
     }
     Ok(())
+}
+
+/// Checks a terminal's size.
+///
+/// # Errors
+///
+/// No terminal has it.
+pub(crate) fn check_size(field: &str, size: &TerminalSize) -> Result<(), AppError> {
+    cloister_types::exec::TerminalSize::new(size.rows, size.columns)
+        .map(drop)
+        .map_err(|error| AppError::field(field, error))
 }
 
 /// Checks a signal number.

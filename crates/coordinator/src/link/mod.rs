@@ -398,6 +398,7 @@ fn command_kind(command: &CommandKind) -> &'static str {
         CommandKind::ListExecs(_) => "list_execs",
         CommandKind::WriteStdin(_) => "write_stdin",
         CommandKind::SignalExec(_) => "signal_exec",
+        CommandKind::ResizeExec(_) => "resize_exec",
         CommandKind::WaitExec(_) => "wait_exec",
     }
 }

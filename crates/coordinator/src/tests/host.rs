@@ -18,7 +18,7 @@ use cloister_api::host::control_response::Message as ToHost;
 use cloister_api::host::stream_response::Message as StreamToHost;
 use cloister_api::host::{
     Command, CommandResult, ControlRequest, ExecList, Heartbeat, HostError, HostErrorKind, OpenStream,
-    Register, SandboxCreated, SandboxEvent, SandboxRemoved, SandboxReport, SandboxStopped, Signaled,
+    Register, Resized, SandboxCreated, SandboxEvent, SandboxRemoved, SandboxReport, SandboxStopped, Signaled,
     StdinWritten, StreamEnd, StreamOpened, StreamRequest,
 };
 use cloister_service::{TaskHandle, TaskRegistry};
@@ -306,6 +306,7 @@ impl Runner {
             CommandKind::ListExecs(_) => "list_execs",
             CommandKind::WriteStdin(_) => "write_stdin",
             CommandKind::SignalExec(_) => "signal_exec",
+            CommandKind::ResizeExec(_) => "resize_exec",
             CommandKind::WaitExec(_) => "wait_exec",
         };
         {
@@ -417,11 +418,20 @@ impl Runner {
                 Some(ExecList { execs, ..Default::default() }.into())
             }
             CommandKind::WriteStdin(write) => {
-                match self.write(&write.exec_id, write.offset, &write.data, write.eof) {
+                match self.write(
+                    &write.exec_id,
+                    (!write.append).then_some(write.offset),
+                    &write.data,
+                    write.eof,
+                ) {
                     Some(next_offset) => Some(StdinWritten { next_offset, ..Default::default() }.into()),
                     None => refused(HostErrorKind::NotFound, "no such exec"),
                 }
             }
+            CommandKind::ResizeExec(resize) => match self.resize(&resize.exec_id, &resize.size) {
+                Some(_) => Some(Resized::default().into()),
+                None => refused(HostErrorKind::NotFound, "no such exec"),
+            },
             CommandKind::SignalExec(signal) => {
                 if self.signal(&signal.exec_id, signal.signal) {
                     Some(Signaled::default().into())
@@ -493,11 +503,17 @@ impl Runner {
         }
     }
 
-    fn write(&self, exec_id: &str, offset: u64, data: &[u8], eof: bool) -> Option<u64> {
+    /// A new size is seen among the input.
+    fn resize(&self, exec_id: &str, size: &common::TerminalSize) -> Option<u64> {
+        self.write(exec_id, None, format!("[{}x{}]", size.columns, size.rows).as_bytes(), false)
+    }
+
+    fn write(&self, exec_id: &str, offset: Option<u64>, data: &[u8], eof: bool) -> Option<u64> {
         let mut state = self.state.lock().expect("lock");
         let exec = state.execs.get_mut(exec_id)?;
         let have = u64::try_from(exec.input.len()).expect("a length");
-        let skip = usize::try_from(have.saturating_sub(offset)).expect("a length").min(data.len());
+        let skip =
+            usize::try_from(have.saturating_sub(offset.unwrap_or(have))).expect("a length").min(data.len());
         exec.input.extend_from_slice(&data[skip..]);
         exec.eof |= eof;
         exec.changed.send_modify(|count| *count += 1);
@@ -560,7 +576,11 @@ impl Runner {
             while let Ok(Some(received)) = receive.message().await {
                 match received.to_owned_message().message {
                     Some(StreamToHost::Stdin(stdin)) => {
-                        runner.write(&exec_id, stdin.offset, &stdin.data, stdin.eof);
+                        let offset = (!stdin.append).then_some(stdin.offset);
+                        runner.write(&exec_id, offset, &stdin.data, stdin.eof);
+                    }
+                    Some(StreamToHost::Resize(resize)) => {
+                        runner.resize(&exec_id, &resize.size);
                     }
                     Some(StreamToHost::Signal(signal)) => {
                         runner.signal(&exec_id, signal.signal);

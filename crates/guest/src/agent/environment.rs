@@ -7,16 +7,22 @@ use cloister_types::ExecSpec;
 
 /// Where a program is looked for when its environment has no `PATH`.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// What a program takes its terminal for when nobody says which it is.
+const DEFAULT_TERM: &str = "xterm-256color";
 /// Most directories of a `PATH` that are tried.
 const CANDIDATES_MAX: usize = 128;
 
-/// Returns the environment: the image's, then the user's home, then what the exec gives.
+/// Returns the environment: the image's, then the user's home, then what the exec gives. A program on a terminal is
+/// told which kind.
 pub(super) fn environment(
     image: &BTreeMap<String, String>,
     home: Option<&str>,
     spec: &ExecSpec,
 ) -> BTreeMap<String, String> {
     let mut env = image.clone();
+    if spec.terminal.is_some() {
+        env.entry("TERM".to_owned()).or_insert_with(|| DEFAULT_TERM.to_owned());
+    }
     if let Some(home) = home {
         env.insert("HOME".to_owned(), home.to_owned());
     }

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use cloister_api::guest::{self, ErrorKind};
+use cloister_types::exec::TerminalSize;
 use cloister_types::{ExecSpec, ExitReason};
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{Notify, oneshot};
@@ -20,6 +21,8 @@ use super::Agent;
 use super::launch::{Launched, NotStarted, launch, signal_group};
 use super::output::{PumpState, pump};
 use super::stdin::Stdin;
+use super::streams::AgentEnds;
+use super::terminal::Terminal;
 use crate::convert::{self, exit_reason_to_wire};
 use crate::frames::{FrameError, FrameReader, FrameWriter, error};
 
@@ -32,6 +35,7 @@ pub(super) struct RunningExec {
     /// The main process has been reaped: its number may be somebody else's.
     reaped: Cell<bool>,
     pub(super) stdin: Stdin,
+    terminal: Option<Rc<Terminal>>,
     /// Told when the main process has been reaped.
     pub(super) ended: Notify,
 }
@@ -44,6 +48,15 @@ impl RunningExec {
     /// When the kernel refuses, for example a number that is no signal.
     pub(super) fn signal(&self, signal: i32) -> std::io::Result<()> {
         if self.reaped.get() { Ok(()) } else { signal_group(self.pid, signal) }
+    }
+
+    /// Gives its terminal another size; returns whether it has one.
+    ///
+    /// # Errors
+    ///
+    /// The kernel's.
+    pub(super) fn resize(&self, size: TerminalSize) -> std::io::Result<bool> {
+        self.terminal.as_ref().map_or(Ok(false), |terminal| terminal.resize(size).map(|()| true))
     }
 
     /// Returns whether the main process has ended.
@@ -82,11 +95,13 @@ pub(super) async fn run(
         }
     };
     exec.pid = u32::try_from(launched.pid).unwrap_or(0);
-    let Launched { pid, stdin, stdout, stderr, exited } = launched;
+    let Launched { pid, ends, exited } = launched;
+    let AgentEnds { stdin, stdout, stderr, terminal } = ends;
     let running = Rc::new(RunningExec {
         pid,
         reaped: Cell::new(false),
         stdin: Stdin::new(stdin),
+        terminal,
         ended: Notify::new(),
     });
     agent.execs.borrow_mut().insert(exec_id.clone(), Rc::clone(&running));

@@ -10,12 +10,12 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
 
 use cloister_types::ExecSpec;
-use rustix::pipe::{PipeFlags, pipe_with};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 
 use super::environment::{candidates, environment};
+use super::streams::{self, AgentEnds};
 use super::user::{self, User};
 use super::{Agent, Hardening};
 use crate::harden::{self, PreparedExec};
@@ -30,9 +30,7 @@ const SIGNALS_END: i32 = 65;
 /// A program that runs.
 pub(super) struct Launched {
     pub(super) pid: i32,
-    pub(super) stdin: Option<pipe::Sender>,
-    pub(super) stdout: pipe::Receiver,
-    pub(super) stderr: pipe::Receiver,
+    pub(super) ends: AgentEnds,
     pub(super) exited: oneshot::Receiver<i32>,
 }
 
@@ -60,7 +58,7 @@ impl NotStarted {
 /// [`NotStarted`]; no process is left.
 pub(super) async fn launch(agent: &Agent, spec: &ExecSpec) -> Result<Launched, NotStarted> {
     let program = Program::prepare(agent, spec)?;
-    let (mut report, launched) = program.fork(agent, spec.stdin)?;
+    let (mut report, launched) = program.fork(agent, spec)?;
     let mut failure = [0; REPORT_BYTES];
     match report.read_exact(&mut failure).await {
         // The exec closed the pipe, or the child was killed before it: either way its status says the rest.
@@ -118,27 +116,16 @@ impl Program {
         })
     }
 
-    fn fork(&self, agent: &Agent, with_stdin: bool) -> Result<(pipe::Receiver, Launched), NotStarted> {
-        let new_pipe = || pipe_with(PipeFlags::CLOEXEC).map_err(std::io::Error::from);
-        let (stdin_read, stdin_write) = match with_stdin {
-            true => new_pipe().map(|(read, write)| (Some(read), Some(write))),
-            false => Ok((None, None)),
-        }
-        .map_err(NotStarted::no_resource("pipe"))?;
-        let (stdout_read, stdout_write) = new_pipe().map_err(NotStarted::no_resource("pipe"))?;
-        let (stderr_read, stderr_write) = new_pipe().map_err(NotStarted::no_resource("pipe"))?;
-        let (report_read, report_write) = new_pipe().map_err(NotStarted::no_resource("pipe"))?;
-        for end in [Some(&stdout_write), Some(&stderr_write), stdin_read.as_ref()].into_iter().flatten() {
+    fn fork(&self, agent: &Agent, spec: &ExecSpec) -> Result<(pipe::Receiver, Launched), NotStarted> {
+        let (program_ends, ends) = streams::make(spec).map_err(match spec.terminal {
+            Some(_) => NotStarted::no_resource("terminal"),
+            None => NotStarted::no_resource("pipe"),
+        })?;
+        let (report_read, report_write) = streams::new_pipe().map_err(NotStarted::no_resource("pipe"))?;
+        let report = pipe::Receiver::from_owned_fd(report_read).map_err(NotStarted::no_resource("pipe"))?;
+        for end in program_ends.all() {
             self.give_to_user(end);
         }
-        let receiver =
-            |fd: OwnedFd| pipe::Receiver::from_owned_fd(fd).map_err(NotStarted::no_resource("pipe"));
-        let stdout = receiver(stdout_read)?;
-        let stderr = receiver(stderr_read)?;
-        let report = receiver(report_read)?;
-        let stdin = stdin_write
-            .map(|fd| pipe::Sender::from_owned_fd(fd).map_err(NotStarted::no_resource("pipe")))
-            .transpose()?;
 
         let pointers = |texts: &[CString]| -> Vec<*const libc::c_char> {
             texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
@@ -148,9 +135,8 @@ impl Program {
             env: pointers(&self.env),
             candidates: pointers(&self.candidates),
             program: self,
-            stdin: stdin_read.as_ref().unwrap_or(&agent.dev_null).as_raw_fd(),
-            stdout: stdout_write.as_raw_fd(),
-            stderr: stderr_write.as_raw_fd(),
+            standard: program_ends.in_order(&agent.dev_null).map(|end| end.as_raw_fd()),
+            is_terminal: program_ends.is_terminal,
             report: report_write.as_raw_fd(),
         };
         let pid = {
@@ -167,7 +153,7 @@ impl Program {
             return Err(NotStarted::no_resource("process")(std::io::Error::last_os_error()));
         }
         let exited = agent.reaper.watch(pid);
-        Ok((report, Launched { pid, stdin, stdout, stderr, exited }))
+        Ok((report, Launched { pid, ends, exited }))
     }
 
     /// Lets the program open `/dev/stdout` and the like under its own user.
@@ -222,9 +208,9 @@ struct Child<'a> {
     env: Vec<*const libc::c_char>,
     candidates: Vec<*const libc::c_char>,
     program: &'a Program,
-    stdin: RawFd,
-    stdout: RawFd,
-    stderr: RawFd,
+    /// What becomes descriptors 0 to 2.
+    standard: [RawFd; 3],
+    is_terminal: bool,
     report: RawFd,
 }
 
@@ -239,10 +225,14 @@ impl Child<'_> {
         // with null, all made before the fork and alive in this copy of the memory.
         unsafe {
             libc::setsid();
-            for (from, to) in [(self.stdin, 0), (self.stdout, 1), (self.stderr, 2)] {
+            for (from, to) in self.standard.into_iter().zip(0..) {
                 if libc::dup2(from, to) < 0 {
                     self.fail(Step::Descriptors, errno());
                 }
+            }
+            // Ctrl-C, job control and `/dev/tty` are of the terminal that controls the session.
+            if self.is_terminal && libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                self.fail(Step::Descriptors, errno());
             }
             reset_signals();
             libc::umask(0o022);

@@ -5,6 +5,7 @@
 //!                                  ├─ StartExec     fork, harden, exec; then Output… Exit        (exec)
 //!                                  ├─ WriteStdin…   into the exec's pipe, answered by offset     (stdin)
 //!                                  ├─ SignalExec    to the exec's process group
+//!                                  ├─ ResizeExec    of the exec's terminal
 //!                                  ├─ GetSandbox    the isolation facts
 //!                                  └─ StopSandbox   SIGTERM, grace, SIGKILL, exit
 //! ```
@@ -26,6 +27,8 @@ mod reaper;
 mod serve;
 mod stdin;
 mod stop;
+mod streams;
+mod terminal;
 mod user;
 
 use std::cell::RefCell;

@@ -1,4 +1,4 @@
-//! From a program's pipes to frames: one frame at a time, so that a peer that does not read stops the program.
+//! From what a program prints to frames: one frame at a time, so that a peer that does not read stops the program.
 
 use std::cell::Cell;
 use std::io;
@@ -6,11 +6,11 @@ use std::io;
 use cloister_api::guest;
 use cloister_types::OutputStream;
 use cloister_types::exec::OUTPUT_FRAME_MAX_BYTES;
-use tokio::net::unix::{OwnedWriteHalf, pipe};
+use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::launch::waiting_bytes;
+use super::streams::Output;
 use crate::convert::stream_to_wire;
 use crate::frames::{FrameError, FrameWriter};
 
@@ -38,64 +38,63 @@ impl PumpState {
         (!self.sending.get()).then(|| self.last_output.get())
     }
 
-    /// Ends the pump once what is in the pipes now has been sent, whoever still holds them open.
+    /// Ends the pump once what waits now has been sent, whoever still holds them open.
     pub(super) fn drain(&self) {
         self.draining.set(true);
         self.drain.notify_one();
     }
 }
 
-/// One pipe and, once the end is near, what may still be read from it.
+/// One pipe or terminal and, once the end is near, what may still be read from it.
 struct Source {
     stream: OutputStream,
-    pipe: Option<pipe::Receiver>,
+    output: Option<Output>,
     left: Option<u64>,
 }
 
 impl Source {
-    /// Waits until there is something to read; forever on a pipe at its end.
+    /// Waits until there is something to read; forever where the end was reached.
     async fn readable(&self) {
-        match &self.pipe {
-            // A failure is met again by the read that follows.
-            Some(pipe) => drop(pipe.readable().await),
+        match &self.output {
+            Some(output) => output.readable().await,
             None => std::future::pending().await,
         }
     }
 
     fn begin_drain(&mut self) {
-        self.left = self.pipe.as_ref().map(waiting_bytes);
+        self.left = self.output.as_ref().map(Output::waiting);
         if self.left == Some(0) {
-            self.pipe = None;
+            self.output = None;
         }
     }
 
     /// Reads what is there, at most a frame; `None` when there is nothing.
     fn read(&mut self) -> Option<Vec<u8>> {
-        let pipe = self.pipe.as_ref()?;
+        let output = self.output.as_ref()?;
         let most = self.left.map_or(OUTPUT_FRAME_MAX_BYTES, |left| {
             usize::try_from(left).unwrap_or(usize::MAX).min(OUTPUT_FRAME_MAX_BYTES)
         });
-        let mut data = vec![0; most.min(usize::try_from(waiting_bytes(pipe)).unwrap_or(most).max(1))];
-        match pipe.try_read(&mut data) {
+        let mut data = vec![0; most.min(usize::try_from(output.waiting()).unwrap_or(most).max(1))];
+        match output.try_read(&mut data) {
             Ok(count) if count > 0 => {
                 data.truncate(count);
                 if let Some(left) = &mut self.left {
                     *left = left.saturating_sub(u64::try_from(count).unwrap_or(u64::MAX));
                     if *left == 0 {
-                        self.pipe = None;
+                        self.output = None;
                     }
                 }
                 Some(data)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 if self.left.is_some() {
-                    self.pipe = None;
+                    self.output = None;
                 }
                 None
             }
-            // The end, or a pipe that is as good as at its end.
+            // The end, or what is as good as the end.
             _ => {
-                self.pipe = None;
+                self.output = None;
                 None
             }
         }
@@ -108,19 +107,19 @@ impl Source {
 ///
 /// When the peer is gone.
 pub(super) async fn pump(
-    stdout: pipe::Receiver,
-    stderr: pipe::Receiver,
+    stdout: Output,
+    stderr: Option<Output>,
     writer: &mut FrameWriter<OwnedWriteHalf>,
     state: &PumpState,
 ) -> Result<u64, FrameError> {
     let mut sources = [
-        Source { stream: OutputStream::Stdout, pipe: Some(stdout), left: None },
-        Source { stream: OutputStream::Stderr, pipe: Some(stderr), left: None },
+        Source { stream: OutputStream::Stdout, output: Some(stdout), left: None },
+        Source { stream: OutputStream::Stderr, output: stderr, left: None },
     ];
     let mut offset = 0;
-    while sources.iter().any(|source| source.pipe.is_some()) {
+    while sources.iter().any(|source| source.output.is_some()) {
         if state.draining.get() {
-            if sources.iter().any(|source| source.pipe.is_some() && source.left.is_none()) {
+            if sources.iter().any(|source| source.output.is_some() && source.left.is_none()) {
                 sources.iter_mut().for_each(Source::begin_drain);
             }
         } else {

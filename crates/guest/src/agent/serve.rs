@@ -10,6 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::exec::{self, RunningExec};
 use super::{Agent, AgentError, Hardening, stop};
+use crate::convert;
 use crate::frames::{self, Body, FrameError, FrameReader, FrameWriter, error};
 use crate::harden;
 
@@ -70,6 +71,7 @@ async fn serve(agent: Rc<Agent>, stream: UnixStream) -> Result<(), FrameError> {
             };
             writer.send(answer).await
         }
+        Body::ResizeExec(request) => writer.send(resize(&agent, &request)).await,
         Body::GetSandbox(_) => writer.send(facts(&agent)).await,
         Body::StopSandbox(request) => {
             // The answer says that it has begun; its end is the end of this process.
@@ -84,6 +86,21 @@ async fn serve(agent: Rc<Agent>, stream: UnixStream) -> Result<(), FrameError> {
 async fn refuse(writer: &mut Writer, kind: ErrorKind, message: &str) -> Result<Option<Body>, FrameError> {
     writer.send(error(kind, message)).await?;
     Ok(None)
+}
+
+fn resize(agent: &Agent, request: &guest::ResizeExec) -> Body {
+    let size = match convert::terminal_size_from_wire(&request.size) {
+        Ok(size) => size,
+        Err(wrong) => return error(ErrorKind::Invalid, wrong.to_string()).into(),
+    };
+    let Some(running) = find(agent, &request.exec_id) else {
+        return error(ErrorKind::NotFound, format!("exec `{}`", request.exec_id)).into();
+    };
+    match running.resize(size) {
+        Ok(true) => guest::Resized::default().into(),
+        Ok(false) => error(ErrorKind::Invalid, "the exec was started without a terminal").into(),
+        Err(refused) => error(ErrorKind::Internal, refused.to_string()).into(),
+    }
 }
 
 fn find(agent: &Agent, exec_id: &str) -> Option<Rc<RunningExec>> {
@@ -107,9 +124,10 @@ async fn write_stdin(
                 tokio::pin!(ended);
                 ended.as_mut().enable();
                 let closed = running.has_ended();
+                let offset = (!write.append).then_some(write.offset);
                 tokio::select! {
                     biased;
-                    result = running.stdin.write(write.offset, &write.data, write.eof) => match result {
+                    result = running.stdin.write(offset, &write.data, write.eof) => match result {
                         Ok(next_offset) => {
                             guest::StdinWritten { next_offset, ..guest::StdinWritten::default() }.into()
                         }

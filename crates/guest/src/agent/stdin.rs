@@ -1,8 +1,9 @@
-//! An exec's standard input: a pipe that is written at offsets, so that a write can be repeated after a cut.
+//! An exec's standard input: written at offsets, so that a write can be repeated after a cut; a terminal's also
+//! wherever it stands, because several may type.
 
-use tokio::io::AsyncWriteExt as _;
-use tokio::net::unix::pipe;
 use tokio::sync::Mutex;
+
+use super::streams::Input;
 
 /// Why bytes were not taken.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -30,17 +31,17 @@ pub(super) struct Stdin {
 }
 
 struct State {
-    pipe: Option<pipe::Sender>,
+    input: Option<Input>,
     written: u64,
 }
 
 impl Stdin {
-    pub(super) fn new(pipe: Option<pipe::Sender>) -> Self {
-        Self { open: pipe.is_some(), state: Mutex::new(State { pipe, written: 0 }) }
+    pub(super) fn new(input: Option<Input>) -> Self {
+        Self { open: input.is_some(), state: Mutex::new(State { input, written: 0 }) }
     }
 
-    /// Writes at `offset` and returns the next one. Bytes that were written before are skipped. Waits while the
-    /// program does not read.
+    /// Writes at `offset`, or without one where the last write ended, and returns the next offset. Bytes that were
+    /// written before are skipped. Waits while the program does not read.
     ///
     /// # Errors
     ///
@@ -49,30 +50,31 @@ impl Stdin {
     /// # Cancel safety
     ///
     /// May be dropped: what was written is counted.
-    pub(super) async fn write(&self, offset: u64, data: &[u8], eof: bool) -> Result<u64, StdinError> {
+    pub(super) async fn write(&self, offset: Option<u64>, data: &[u8], eof: bool) -> Result<u64, StdinError> {
         if !self.open {
             return Err(StdinError::None);
         }
         let mut state = self.state.lock().await;
+        let offset = offset.unwrap_or(state.written);
         let Some(repeated) = state.written.checked_sub(offset) else {
             return Err(StdinError::Hole { written: state.written, offset });
         };
         let mut rest = usize::try_from(repeated).ok().and_then(|count| data.get(count..)).unwrap_or_default();
         while !rest.is_empty() {
-            let Some(pipe) = state.pipe.as_mut() else { return Err(StdinError::Closed) };
-            match pipe.write(rest).await {
+            let Some(input) = state.input.as_mut() else { return Err(StdinError::Closed) };
+            match input.write(rest).await {
                 Ok(count) if count > 0 => {
                     rest = &rest[count..];
                     state.written += u64::try_from(count).unwrap_or(u64::MAX);
                 }
                 _ => {
-                    state.pipe = None;
+                    state.input = None;
                     return Err(StdinError::Closed);
                 }
             }
         }
-        if eof {
-            state.pipe = None;
+        if eof && let Some(input) = state.input.take() {
+            state.input = input.end().await;
         }
         Ok(state.written)
     }

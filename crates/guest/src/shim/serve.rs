@@ -27,6 +27,8 @@ const CONNECTIONS_MAX: usize = 256;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// A list is sent in pieces of about this size.
 const LIST_PIECE_BYTES: usize = 256 * 1024;
+/// What is said of a terminal that is none.
+const NO_TERMINAL: &str = "the exec was started without a terminal";
 /// The highest signal number.
 const SIGNAL_MAX: i32 = 64;
 
@@ -84,6 +86,10 @@ async fn serve(shim: Rc<Shim>, stream: UnixStream) -> Result<(), FrameError> {
         Body::SignalExec(request) => {
             let signaled = signal(&shim, *request).await;
             writer.send(answer(signaled, |()| guest::Signaled::default().into())).await
+        }
+        Body::ResizeExec(request) => {
+            let resized = resize(&shim, *request).await;
+            writer.send(resize_answer(resized)).await
         }
         Body::WriteStdin(request) => write_stdin_until_closed(&shim, *request, reader, writer).await,
         Body::WaitExec(request) => {
@@ -191,6 +197,23 @@ pub(super) async fn signal(shim: &Shim, request: guest::SignalExec) -> Result<()
     if !(1..=SIGNAL_MAX).contains(&request.signal) {
         return Err(Refusal::new(ErrorKind::Invalid, format!("{} is no signal", request.signal)));
     }
+    ask_guest(shim, &exec, request).await
+}
+
+/// Gives an exec's terminal another size.
+pub(super) async fn resize(shim: &Shim, request: guest::ResizeExec) -> Result<(), Refusal> {
+    let exec = shim.execs.find(&request.exec_id)?;
+    if let Err(wrong) = convert::terminal_size_from_wire(&request.size) {
+        return Err(Refusal::new(ErrorKind::Invalid, wrong.to_string()));
+    }
+    if !exec.has_terminal {
+        return Err(Refusal::new(ErrorKind::Invalid, NO_TERMINAL));
+    }
+    ask_guest(shim, &exec, request).await
+}
+
+/// Asks the guest agent for something that an exec which has ended needs no more.
+async fn ask_guest(shim: &Shim, exec: &Exec, request: impl Into<Body>) -> Result<(), Refusal> {
     exec.started().await;
     if exec.exit().is_some() {
         return Ok(());
@@ -200,9 +223,9 @@ pub(super) async fn signal(shim: &Shim, request: guest::SignalExec) -> Result<()
         Ok::<_, crate::connection::OpenError>(connection.reader.expect().await?)
     });
     match asked.await {
-        Ok(Ok(Body::Signaled(_))) => Ok(()),
+        Ok(Ok(Body::Signaled(_) | Body::Resized(_))) => Ok(()),
         Ok(Ok(Body::Error(error))) => match error.kind.as_known() {
-            // It ended between the look and the signal.
+            // It ended between the look and the request.
             Some(ErrorKind::ERROR_KIND_NOT_FOUND) => Ok(()),
             Some(kind) => Err(Refusal::new(kind, error.message)),
             None => Err(Refusal::new(ErrorKind::Internal, error.message)),
@@ -221,6 +244,9 @@ pub(super) async fn write_stdin(shim: &Shim, request: guest::WriteStdin) -> Resu
     let closed = || Refusal::new(ErrorKind::Invalid, "standard input is closed");
     if !exec.has_stdin {
         return Err(Refusal::new(ErrorKind::Invalid, "the exec was started without standard input"));
+    }
+    if request.append && !exec.has_terminal {
+        return Err(Refusal::new(ErrorKind::Invalid, NO_TERMINAL));
     }
     exec.started().await;
     let mut kept = exec.stdin.lock().await;
@@ -302,6 +328,11 @@ pub(super) fn refusal_answer(refusal: Refusal) -> Body {
 /// Returns the answer to a signal.
 pub(super) fn signal_answer(signaled: Result<(), Refusal>) -> Body {
     answer(signaled, |()| guest::Signaled::default().into())
+}
+
+/// Returns the answer to a new size.
+pub(super) fn resize_answer(resized: Result<(), Refusal>) -> Body {
+    answer(resized, |()| guest::Resized::default().into())
 }
 
 /// Returns the answer to a write.

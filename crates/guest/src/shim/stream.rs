@@ -9,8 +9,8 @@ use super::exec::{Attached, Exec};
 use super::exec_table::{Refusal, start};
 use super::lifecycle::Shim;
 use super::serve::{
-    Reader, Writer, exec_answer, read_record, refusal_answer, signal, signal_answer, write_stdin,
-    written_answer,
+    Reader, Writer, exec_answer, read_record, refusal_answer, resize, resize_answer, signal, signal_answer,
+    write_stdin, written_answer,
 };
 use crate::convert::{exit_to_wire, stream_to_wire};
 use crate::frames::{Body, FrameError};
@@ -99,7 +99,7 @@ async fn send_output(
     }
 }
 
-/// Takes writes and signals until the dialler closes.
+/// Takes writes, signals and sizes until the dialler closes.
 async fn take_requests(
     shim: &Shim,
     exec: &Exec,
@@ -115,7 +115,12 @@ async fn take_requests(
             Some(Body::SignalExec(request)) if request.exec_id == exec.id.as_str() => {
                 signal_answer(signal(shim, *request).await)
             }
-            Some(_) => return Err(FrameError::Unexpected("a write or a signal to the attached exec")),
+            Some(Body::ResizeExec(request)) if request.exec_id == exec.id.as_str() => {
+                resize_answer(resize(shim, *request).await)
+            }
+            Some(_) => {
+                return Err(FrameError::Unexpected("a write, a signal or a size for the attached exec"));
+            }
         };
         writer.lock().await.send(answer).await?;
     }

@@ -12,6 +12,7 @@ mod life;
 mod limits;
 mod output;
 mod program;
+mod terminal;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -112,6 +113,11 @@ cases! {
     output::an_attached_reader_loses_nothing_beyond_the_spool,
     output::without_a_reader_the_oldest_output_is_a_gap,
     output::a_lost_sandbox_ends_streams_with_an_exit,
+    terminal::a_terminal_has_its_size_from_the_first_byte,
+    terminal::a_terminal_is_one_stream_and_takes_what_several_type,
+    terminal::a_new_size_reaches_the_program,
+    terminal::ctrl_c_and_ctrl_d_are_typed,
+    terminal::an_exec_without_a_terminal_has_none,
     limits::memory_limit_is_reported_by_name,
     limits::the_sandbox_survives_the_work_running_out_of_memory,
     limits::process_limit_is_reported_by_name,

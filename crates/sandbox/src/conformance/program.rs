@@ -29,6 +29,8 @@ pub enum Program {
     PrintDirectory,
     /// Prints the numeric user id.
     PrintUser,
+    /// Prints the rows and columns of its terminal; with a text it prints that first and waits for a line of input.
+    PrintSize(Option<String>),
     /// Sleeps for this many seconds.
     Sleep(u32),
     /// Writes a text to a file.
@@ -75,6 +77,8 @@ pub fn real_argv(program: &Program) -> Vec<String> {
         Program::PrintEnv(name) => words(&["printenv", name]),
         Program::PrintDirectory => words(&["pwd"]),
         Program::PrintUser => words(&["id", "-u"]),
+        Program::PrintSize(None) => words(&["stty", "size"]),
+        Program::PrintSize(Some(text)) => sh("echo \"$1\"; read line || exit 1; exec stty size", &[text]),
         Program::Sleep(seconds) => words(&["sleep", &seconds.to_string()]),
         Program::WriteFile(path, text) => sh("printf %s \"$2\" > \"$1\"", &[path, text]),
         Program::ReadFile(path) => words(&["cat", path]),
@@ -113,6 +117,8 @@ pub fn sim_argv(program: &Program) -> Vec<String> {
         Program::PrintEnv(name) => words(&["env", name]),
         Program::PrintDirectory => words(&["pwd"]),
         Program::PrintUser => words(&["id"]),
+        Program::PrintSize(None) => words(&["size"]),
+        Program::PrintSize(Some(text)) => words(&["echo", text, "&&", "read", "&&", "size"]),
         Program::Sleep(time) => words(&["sleep", &time.to_string()]),
         Program::WriteFile(path, text) => words(&["write", path, text]),
         Program::ReadFile(path) => words(&["cat", path]),

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use cloister_guest::client::{self, Client, ClientError};
 use cloister_guest::shim::config::SandboxExitRecord;
 use cloister_guest::spool::{self, EndedReader};
-use cloister_types::exec::ExecRecord;
+use cloister_types::exec::{ExecRecord, TerminalSize};
 use cloister_types::{ExecId, ExecSpec, IsolationFact, OutputFrame};
 
 use super::reap;
@@ -171,6 +171,14 @@ impl Sandbox for NamespaceSandbox {
         eof: bool,
     ) -> Result<u64, SandboxError> {
         self.client.write_stdin(exec_id, offset, data, eof).await.map_err(|error| self.error(error))
+    }
+
+    async fn type_input(&self, exec_id: &ExecId, data: &[u8], end: bool) -> Result<(), SandboxError> {
+        self.client.type_input(exec_id, data, end).await.map_err(|error| self.error(error))
+    }
+
+    async fn resize(&self, exec_id: &ExecId, size: TerminalSize) -> Result<(), SandboxError> {
+        self.client.resize(exec_id, size).await.map_err(|error| self.error(error))
     }
 
     async fn signal(&self, exec_id: &ExecId, signal: i32) -> Result<(), SandboxError> {

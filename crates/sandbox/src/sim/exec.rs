@@ -6,13 +6,17 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES};
+use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES, TerminalSize};
 use cloister_types::{ExecSpec, Exit, ExitReason, Limits, OutputFrame, OutputStream};
 
 use super::program::Step;
 
 /// Bytes of standard input that wait for the program, like a pipe's.
 const INPUT_MAX_BYTES: usize = 64 * 1024;
+/// What a terminal takes for Ctrl-C and Ctrl-D.
+const INTERRUPT: u8 = 3;
+pub(super) const END_OF_INPUT: u8 = 4;
+const NO_TERMINAL: &str = "the exec was started without a terminal";
 /// Bytes of memory that a simulated program has before it asks for more.
 const BASE_MEMORY_BYTES: u64 = 1024 * 1024;
 /// Processes of an exec besides its children.
@@ -65,11 +69,14 @@ pub(super) struct SimExec {
     next_offset: u64,
     /// Position of each attached reader.
     readers: BTreeMap<u64, u64>,
+    /// Of its terminal, by now.
+    size: Option<TerminalSize>,
 }
 
 impl SimExec {
     pub(super) fn new(record: ExecRecord, steps: VecDeque<Step>, now: Duration) -> Self {
-        let is_input_closed = !record.spec.stdin;
+        let size = record.spec.terminal;
+        let is_input_closed = !record.spec.has_stdin();
         Self {
             record,
             steps,
@@ -83,6 +90,7 @@ impl SimExec {
             kept_from: 0,
             next_offset: 0,
             readers: BTreeMap::new(),
+            size,
         }
     }
 
@@ -194,6 +202,13 @@ impl SimExec {
                 let user = self.spec().user.clone().unwrap_or_else(|| "0".to_owned());
                 return self.replace(Step::Write(OutputStream::Stdout, format!("{user}\n").into_bytes()));
             }
+            Step::PrintSize => match self.size {
+                Some(size) => {
+                    let text = format!("{} {}\r\n", size.rows, size.columns);
+                    return self.replace(Step::Write(OutputStream::Stdout, text.into_bytes()));
+                }
+                None => return self.fail(1, "standard input: Inappropriate ioctl for device", world),
+            },
             Step::Sleep(time) => {
                 self.sleeps_until = Some(world.now + time);
                 return false;
@@ -304,6 +319,8 @@ impl SimExec {
     }
 
     fn print(&mut self, stream: OutputStream, data: &[u8], world: &World<'_>) {
+        // A terminal is one stream.
+        let stream = if self.size.is_some() { OutputStream::Stdout } else { stream };
         for piece in data.chunks(OUTPUT_FRAME_MAX_BYTES) {
             self.chunks.push_back((self.next_offset, stream, piece.to_vec()));
             self.next_offset += u64::try_from(piece.len()).unwrap_or(u64::MAX);
@@ -323,7 +340,7 @@ impl SimExec {
         }
         if self.is_input_closed || self.has_ended() {
             // A repetition of what was taken before is no error.
-            return if end <= self.input_offset && self.spec().stdin {
+            return if end <= self.input_offset && self.spec().has_stdin() {
                 Ok(self.input_offset)
             } else {
                 Err("standard input is closed".to_owned())
@@ -338,6 +355,41 @@ impl SimExec {
             self.is_input_closed = true;
         }
         Ok(self.input_offset)
+    }
+
+    /// Types into the terminal: Ctrl-C interrupts, Ctrl-D ends the input. Returns how many bytes were taken.
+    pub(super) fn type_input(&mut self, data: &[u8], world: &mut World<'_>) -> Result<usize, String> {
+        if self.spec().terminal.is_none() {
+            return Err(NO_TERMINAL.to_owned());
+        }
+        if self.is_input_closed || self.has_ended() {
+            return Err("standard input is closed".to_owned());
+        }
+        for (count, byte) in data.iter().enumerate() {
+            match *byte {
+                INTERRUPT => self.end_by_signal(2, world),
+                END_OF_INPUT => self.is_input_closed = true,
+                _ if self.input.len() >= INPUT_MAX_BYTES => return Ok(count),
+                byte => {
+                    self.input.push_back(byte);
+                    self.input_offset += 1;
+                }
+            }
+            if self.is_input_closed || self.has_ended() {
+                break;
+            }
+        }
+        // What follows an end has no reader.
+        Ok(data.len())
+    }
+
+    /// Gives the terminal another size.
+    pub(super) fn resize(&mut self, size: TerminalSize) -> Result<(), String> {
+        if self.record.spec.terminal.is_none() {
+            return Err(NO_TERMINAL.to_owned());
+        }
+        self.size = Some(size);
+        Ok(())
     }
 
     /// Returns whether some of more input would be taken now.

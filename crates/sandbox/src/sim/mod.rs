@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use cloister_types::exec::ExecRecord;
+use cloister_types::exec::{ExecRecord, TerminalSize};
 use cloister_types::session::Reason;
 use cloister_types::{
     BackendKind, Capability, ExecId, ExecSpec, ExitReason, IsolationFact, OutputFrame, SessionId,
@@ -23,7 +23,7 @@ pub use machine::{SimFaults, SimMachine};
 use crate::backend::{
     Backend, Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming,
 };
-use exec::SimExec;
+use exec::{END_OF_INPUT, SimExec};
 use machine::{Running, SimSession};
 use program::ParseError;
 
@@ -294,6 +294,35 @@ impl Sandbox for SimSandbox {
             }
             self.machine.wait(&mut seen, None).await;
         }
+    }
+
+    async fn type_input(&self, exec_id: &ExecId, data: &[u8], end: bool) -> Result<(), SandboxError> {
+        let mut data = data.to_vec();
+        if end {
+            data.push(END_OF_INPUT);
+        }
+        let mut seen = self.machine.watch();
+        loop {
+            let taken = self
+                .machine
+                .lock()
+                .on_exec(&self.spec, exec_id, |exec, world| exec.type_input(&data, world))?;
+            data.drain(..taken.map_err(SandboxError::Invalid)?);
+            self.machine.changed();
+            if data.is_empty() {
+                return Ok(());
+            }
+            seen.mark_unchanged();
+            if self.machine.lock().on_exec(&self.spec, exec_id, |exec, _| exec.can_take_input())? {
+                continue;
+            }
+            self.machine.wait(&mut seen, None).await;
+        }
+    }
+
+    async fn resize(&self, exec_id: &ExecId, size: TerminalSize) -> Result<(), SandboxError> {
+        let resized = self.machine.lock().on_exec(&self.spec, exec_id, |exec, _| exec.resize(size))?;
+        resized.map_err(SandboxError::Invalid)
     }
 
     async fn signal(&self, exec_id: &ExecId, signal: i32) -> Result<(), SandboxError> {

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!  true   false   exit N   echo TEXT…   echo-err TEXT…   seq FIRST LAST   cat [PATH]   read
-//!  env NAME   pwd   id   uname   sleep SECONDS   kill SIGNAL   burn SECONDS   connect
+//!  env NAME   pwd   id   uname   size   sleep SECONDS   kill SIGNAL   burn SECONDS   connect
 //!  write PATH TEXT   fill PATH   allocate BYTES   fork COUNT
 //! ```
 
@@ -32,6 +32,8 @@ pub(super) enum Step {
     PrintDirectory,
     /// Print the user.
     PrintUser,
+    /// Print the terminal's size.
+    PrintSize,
     /// Let time pass.
     Sleep(Duration),
     /// Use this much time of a processor.
@@ -97,6 +99,7 @@ fn parse_one(argv: &[String]) -> Result<Step, ParseError> {
         "env" => Ok(Step::PrintEnv(text(0)?)),
         "pwd" => Ok(Step::PrintDirectory),
         "id" => Ok(Step::PrintUser),
+        "size" => Ok(Step::PrintSize),
         "sleep" => Ok(Step::Sleep(seconds(0)?)),
         "burn" => Ok(Step::Burn(seconds(0)?)),
         "kill" => Ok(Step::Signal(signed(0)?)),

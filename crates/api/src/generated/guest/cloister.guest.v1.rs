@@ -257,6 +257,14 @@ impl ::buffa::Message for Message {
                         += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::message::Message::ResizeExec(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
                 __buffa::oneof::message::Message::Exec(x) => {
                     let __slot = __cache.reserve();
                     let inner = x.compute_size(__cache);
@@ -330,6 +338,14 @@ impl ::buffa::Message for Message {
                             + inner as u64;
                 }
                 __buffa::oneof::message::Message::End(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::Resized(x) => {
                     let __slot = __cache.reserve();
                     let inner = x.compute_size(__cache);
                     __cache.set(__slot, inner);
@@ -463,6 +479,14 @@ impl ::buffa::Message for Message {
                     );
                     x.write_to(__cache, buf);
                 }
+                __buffa::oneof::message::Message::ResizeExec(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        21u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
                 __buffa::oneof::message::Message::Exec(x) => {
                     ::buffa::types::put_len_delimited_header(
                         30u32,
@@ -538,6 +562,14 @@ impl ::buffa::Message for Message {
                 __buffa::oneof::message::Message::End(x) => {
                     ::buffa::types::put_len_delimited_header(
                         39u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::Resized(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        40u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -838,6 +870,26 @@ impl ::buffa::Message for Message {
                     );
                 }
             }
+            21u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::ResizeExec(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::ResizeExec(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
             30u32 => {
                 ::buffa::encoding::check_wire_type(
                     tag,
@@ -1033,6 +1085,26 @@ impl ::buffa::Message for Message {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::message::Message::End(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            40u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::Resized(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::Resized(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -1420,6 +1492,8 @@ pub struct ExecSpec {
     pub no_output_timeout_ms: u64,
     /// Field 7: `stdin`
     pub stdin: bool,
+    /// Field 8: `terminal`
+    pub terminal: ::buffa::MessageField<TerminalSize, ::buffa::Inline<TerminalSize>>,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -1433,6 +1507,7 @@ impl ::core::fmt::Debug for ExecSpec {
             .field("timeout_ms", &self.timeout_ms)
             .field("no_output_timeout_ms", &self.no_output_timeout_ms)
             .field("stdin", &self.stdin)
+            .field("terminal", &self.terminal)
             .finish()
     }
 }
@@ -1459,7 +1534,7 @@ impl ::buffa::Message for ExecSpec {
     /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
     /// points reject, never a silently wrapped size.
     #[allow(clippy::let_and_return)]
-    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
         #[allow(unused_imports)]
         use ::buffa::Enumeration as _;
         let mut size = 0u64;
@@ -1490,12 +1565,20 @@ impl ::buffa::Message for ExecSpec {
         if self.stdin {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.terminal.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.terminal.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
     fn write_to(
         &self,
-        _cache: &mut ::buffa::SizeCache,
+        __cache: &mut ::buffa::SizeCache,
         buf: &mut impl ::buffa::EncodeSink,
     ) {
         #[allow(unused_imports)]
@@ -1522,6 +1605,14 @@ impl ::buffa::Message for ExecSpec {
         }
         if self.stdin {
             ::buffa::types::put_bool_field(7u32, self.stdin, buf);
+        }
+        if self.terminal.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                8u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.terminal.write_to(__cache, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -1593,6 +1684,17 @@ impl ::buffa::Message for ExecSpec {
                 )?;
                 self.stdin = ::buffa::types::decode_bool(buf)?;
             }
+            8u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.terminal.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -1608,11 +1710,127 @@ impl ::buffa::Message for ExecSpec {
         self.timeout_ms = 0u64;
         self.no_output_timeout_ms = 0u64;
         self.stdin = false;
+        self.terminal = ::buffa::MessageField::none();
         self.__buffa_unknown_fields.clear();
     }
 }
 impl ::buffa::ExtensionSet for ExecSpec {
     const PROTO_FQN: &'static str = "cloister.guest.v1.ExecSpec";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+#[derive(Clone, PartialEq, Default)]
+pub struct TerminalSize {
+    /// Field 1: `rows`
+    pub rows: u32,
+    /// Field 2: `columns`
+    pub columns: u32,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for TerminalSize {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("TerminalSize")
+            .field("rows", &self.rows)
+            .field("columns", &self.columns)
+            .finish()
+    }
+}
+impl TerminalSize {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.TerminalSize";
+}
+::buffa::impl_default_instance!(TerminalSize);
+impl ::buffa::MessageName for TerminalSize {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "TerminalSize";
+    const FULL_NAME: &'static str = "cloister.guest.v1.TerminalSize";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.TerminalSize";
+}
+impl ::buffa::Message for TerminalSize {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.rows != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.rows) as u64;
+        }
+        if self.columns != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.columns) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.rows != 0u32 {
+            ::buffa::types::put_uint32_field(1u32, self.rows, buf);
+        }
+        if self.columns != 0u32 {
+            ::buffa::types::put_uint32_field(2u32, self.columns, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.rows = ::buffa::types::decode_uint32(buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.columns = ::buffa::types::decode_uint32(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.rows = 0u32;
+        self.columns = 0u32;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for TerminalSize {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.TerminalSize";
     fn unknown_fields(&self) -> &::buffa::UnknownFields {
         &self.__buffa_unknown_fields
     }
@@ -1767,7 +1985,7 @@ impl ::buffa::ExtensionSet for StartExec {
     }
 }
 /// Streams output from an offset: `Exec`, then `Output` and `Gap`, then `Exit` (or `End` with `no_follow`).
-/// Meanwhile the dialler may send `WriteStdin` and `SignalExec`.
+/// Meanwhile the dialler may send `WriteStdin`, `SignalExec` and `ResizeExec`.
 #[derive(Clone, PartialEq, Default)]
 pub struct AttachExec {
     /// Field 1: `exec_id`
@@ -2234,6 +2452,10 @@ pub struct WriteStdin {
     pub data: ::buffa::alloc::vec::Vec<u8>,
     /// Field 4: `eof`
     pub eof: bool,
+    /// Write where the last write ended, whatever `offset` says. Terminals only: one may have several who type.
+    ///
+    /// Field 5: `append`
+    pub append: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -2244,6 +2466,7 @@ impl ::core::fmt::Debug for WriteStdin {
             .field("offset", &self.offset)
             .field("data", &self.data)
             .field("eof", &self.eof)
+            .field("append", &self.append)
             .finish()
     }
 }
@@ -2286,6 +2509,9 @@ impl ::buffa::Message for WriteStdin {
         if self.eof {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.append {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -2307,6 +2533,9 @@ impl ::buffa::Message for WriteStdin {
         }
         if self.eof {
             ::buffa::types::put_bool_field(4u32, self.eof, buf);
+        }
+        if self.append {
+            ::buffa::types::put_bool_field(5u32, self.append, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -2349,6 +2578,13 @@ impl ::buffa::Message for WriteStdin {
                 )?;
                 self.eof = ::buffa::types::decode_bool(buf)?;
             }
+            5u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.append = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -2361,11 +2597,141 @@ impl ::buffa::Message for WriteStdin {
         self.offset = 0u64;
         self.data.clear();
         self.eof = false;
+        self.append = false;
         self.__buffa_unknown_fields.clear();
     }
 }
 impl ::buffa::ExtensionSet for WriteStdin {
     const PROTO_FQN: &'static str = "cloister.guest.v1.WriteStdin";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+#[derive(Clone, PartialEq, Default)]
+pub struct ResizeExec {
+    /// Field 1: `exec_id`
+    pub exec_id: ::buffa::alloc::string::String,
+    /// Field 2: `size`
+    pub size: ::buffa::MessageField<TerminalSize, ::buffa::Inline<TerminalSize>>,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ResizeExec {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ResizeExec")
+            .field("exec_id", &self.exec_id)
+            .field("size", &self.size)
+            .finish()
+    }
+}
+impl ResizeExec {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ResizeExec";
+}
+::buffa::impl_default_instance!(ResizeExec);
+impl ::buffa::MessageName for ResizeExec {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "ResizeExec";
+    const FULL_NAME: &'static str = "cloister.guest.v1.ResizeExec";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ResizeExec";
+}
+impl ::buffa::Message for ResizeExec {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.exec_id.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.exec_id) as u64;
+        }
+        if self.size.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.size.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        __cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.exec_id.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.exec_id, buf);
+        }
+        if self.size.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                2u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.size.write_to(__cache, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.exec_id, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.size.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.exec_id.clear();
+        self.size = ::buffa::MessageField::none();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ResizeExec {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.ResizeExec";
     fn unknown_fields(&self) -> &::buffa::UnknownFields {
         &self.__buffa_unknown_fields
     }
@@ -3917,6 +4283,86 @@ impl ::buffa::ExtensionSet for Signaled {
     }
 }
 #[derive(Clone, PartialEq, Default)]
+pub struct Resized {
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for Resized {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("Resized").finish()
+    }
+}
+impl Resized {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.Resized";
+}
+::buffa::impl_default_instance!(Resized);
+impl ::buffa::MessageName for Resized {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "Resized";
+    const FULL_NAME: &'static str = "cloister.guest.v1.Resized";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.Resized";
+}
+impl ::buffa::Message for Resized {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for Resized {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.Resized";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+#[derive(Clone, PartialEq, Default)]
 pub struct End {
     /// Field 1: `next_offset`
     pub next_offset: u64,
@@ -5052,6 +5498,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    21u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::ResizeExec(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::ResizeExec(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ResizeExecView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     30u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
@@ -5362,6 +5839,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    40u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::Resized(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::Resized(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ResizedView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -5515,6 +6023,15 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::message::Message::ResizeExec(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::ResizeExec(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                     super::super::__buffa::view::oneof::message::Message::Exec(
                                         v,
                                     ) => {
@@ -5600,6 +6117,15 @@ pub mod __buffa {
                                         v,
                                     ) => {
                                         super::super::__buffa::oneof::message::Message::End(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::Resized(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::Resized(
                                             ::buffa::alloc::boxed::Box::new(
                                                 v.to_owned_from_source(__buffa_src)?,
                                             ),
@@ -5766,6 +6292,16 @@ pub mod __buffa {
                                 += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                                     + inner as u64;
                         }
+                        super::super::__buffa::view::oneof::message::Message::ResizeExec(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
                         super::super::__buffa::view::oneof::message::Message::Exec(
                             x,
                         ) => {
@@ -5855,6 +6391,16 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::message::Message::End(x) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::Resized(
+                            x,
+                        ) => {
                             let __slot = __cache.reserve();
                             let inner = x.compute_size(__cache);
                             __cache.set(__slot, inner);
@@ -6017,6 +6563,16 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::message::Message::ResizeExec(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                21u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                         super::super::__buffa::view::oneof::message::Message::Exec(
                             x,
                         ) => {
@@ -6108,6 +6664,16 @@ pub mod __buffa {
                         super::super::__buffa::view::oneof::message::Message::End(x) => {
                             ::buffa::types::put_len_delimited_header(
                                 39u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::Resized(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                40u32,
                                 u64::from(__cache.consume_next()),
                                 buf,
                             );
@@ -6990,6 +7556,10 @@ pub mod __buffa {
             pub no_output_timeout_ms: u64,
             /// Field 7: `stdin`
             pub stdin: bool,
+            /// Field 8: `terminal`
+            pub terminal: ::buffa::MessageFieldView<
+                super::super::__buffa::view::TerminalSizeView<'a>,
+            >,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExecSpecView<'a> {
@@ -7064,6 +7634,31 @@ pub mod __buffa {
                             ::buffa::encoding::WireType::Varint,
                         )?;
                         view.stdin = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    8u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.terminal.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.terminal = ::buffa::MessageFieldView::set(
+                                    <super::super::__buffa::view::TerminalSizeView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
                     }
                     1u32 => {
                         ::buffa::encoding::check_wire_type(
@@ -7153,6 +7748,15 @@ pub mod __buffa {
                     timeout_ms: self.timeout_ms,
                     no_output_timeout_ms: self.no_output_timeout_ms,
                     stdin: self.stdin,
+                    terminal: match self.terminal.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::TerminalSize,
+                                ::buffa::Inline<super::super::TerminalSize>,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -7163,7 +7767,7 @@ pub mod __buffa {
         }
         impl<'a> ::buffa::ViewEncode<'a> for ExecSpecView<'a> {
             #[allow(clippy::needless_borrow, clippy::let_and_return)]
-            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
                 #[allow(unused_imports)]
                 use ::buffa::Enumeration as _;
                 let mut size = 0u64;
@@ -7200,13 +7804,21 @@ pub mod __buffa {
                 if self.stdin {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.terminal.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.terminal.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
             #[allow(clippy::needless_borrow)]
             fn write_to(
                 &self,
-                _cache: &mut ::buffa::SizeCache,
+                __cache: &mut ::buffa::SizeCache,
                 buf: &mut impl ::buffa::EncodeSink,
             ) {
                 #[allow(unused_imports)]
@@ -7255,6 +7867,14 @@ pub mod __buffa {
                 }
                 if self.stdin {
                     ::buffa::types::put_bool_field(7u32, self.stdin, buf);
+                }
+                if self.terminal.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        8u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.terminal.write_to(__cache, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -7384,6 +8004,15 @@ pub mod __buffa {
             pub fn stdin(&self) -> bool {
                 self.0.reborrow().stdin
             }
+            /// Field 8: `terminal`
+            #[must_use]
+            pub fn terminal(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::__buffa::view::TerminalSizeView<'_>,
+            > {
+                &self.0.reborrow().terminal
+            }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExecSpecView<'static>>>
         for ExecSpecOwnedView {
@@ -7406,6 +8035,260 @@ pub mod __buffa {
         impl ::buffa::HasMessageView for super::super::ExecSpec {
             type View<'a> = ExecSpecView<'a>;
             type ViewHandle = ExecSpecOwnedView;
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct TerminalSizeView<'a> {
+            /// Field 1: `rows`
+            pub rows: u32,
+            /// Field 2: `columns`
+            pub columns: u32,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for TerminalSizeView<'a> {
+            type Owned = super::super::TerminalSize;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.rows = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.columns = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::TerminalSize,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::TerminalSize,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::TerminalSize {
+                    rows: self.rows,
+                    columns: self.columns,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for TerminalSizeView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.rows != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.rows) as u64;
+                }
+                if self.columns != 0u32 {
+                    size
+                        += 1u64
+                            + ::buffa::types::uint32_encoded_len(self.columns) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.rows != 0u32 {
+                    ::buffa::types::put_uint32_field(1u32, self.rows, buf);
+                }
+                if self.columns != 0u32 {
+                    ::buffa::types::put_uint32_field(2u32, self.columns, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for TerminalSizeView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "TerminalSize";
+            const FULL_NAME: &'static str = "cloister.guest.v1.TerminalSize";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.TerminalSize";
+        }
+        ::buffa::impl_default_view_instance!(TerminalSizeView);
+        ::buffa::impl_view_reborrow!(TerminalSizeView);
+        /** Self-contained, `'static` owned view of a `TerminalSize` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`TerminalSizeView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`TerminalSizeView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct TerminalSizeOwnedView(::buffa::OwnedView<TerminalSizeView<'static>>);
+        impl TerminalSizeOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TerminalSizeOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TerminalSizeOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::TerminalSize,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TerminalSizeOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`TerminalSizeView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &TerminalSizeView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::TerminalSize {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `rows`
+            #[must_use]
+            pub fn rows(&self) -> u32 {
+                self.0.reborrow().rows
+            }
+            /// Field 2: `columns`
+            #[must_use]
+            pub fn columns(&self) -> u32 {
+                self.0.reborrow().columns
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<TerminalSizeView<'static>>>
+        for TerminalSizeOwnedView {
+            fn from(inner: ::buffa::OwnedView<TerminalSizeView<'static>>) -> Self {
+                TerminalSizeOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<TerminalSizeOwnedView>
+        for ::buffa::OwnedView<TerminalSizeView<'static>> {
+            fn from(wrapper: TerminalSizeOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<TerminalSizeView<'static>>>
+        for TerminalSizeOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<TerminalSizeView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::TerminalSize {
+            type View<'a> = TerminalSizeView<'a>;
+            type ViewHandle = TerminalSizeOwnedView;
         }
         #[derive(Clone, Debug, Default)]
         pub struct StartExecView<'a> {
@@ -7722,7 +8605,7 @@ pub mod __buffa {
             type ViewHandle = StartExecOwnedView;
         }
         /// Streams output from an offset: `Exec`, then `Output` and `Gap`, then `Exit` (or `End` with `no_follow`).
-        /// Meanwhile the dialler may send `WriteStdin` and `SignalExec`.
+        /// Meanwhile the dialler may send `WriteStdin`, `SignalExec` and `ResizeExec`.
         #[derive(Clone, Debug, Default)]
         pub struct AttachExecView<'a> {
             /// Field 1: `exec_id`
@@ -8751,6 +9634,10 @@ pub mod __buffa {
             pub data: &'a [u8],
             /// Field 4: `eof`
             pub eof: bool,
+            /// Write where the last write ended, whatever `offset` says. Terminals only: one may have several who type.
+            ///
+            /// Field 5: `append`
+            pub append: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for WriteStdinView<'a> {
@@ -8817,6 +9704,13 @@ pub mod __buffa {
                         )?;
                         view.eof = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    5u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.append = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -8844,6 +9738,7 @@ pub mod __buffa {
                     offset: self.offset,
                     data: (self.data).to_vec(),
                     eof: self.eof,
+                    append: self.append,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -8873,6 +9768,9 @@ pub mod __buffa {
                 if self.eof {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.append {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -8895,6 +9793,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     ::buffa::types::put_bool_field(4u32, self.eof, buf);
+                }
+                if self.append {
+                    ::buffa::types::put_bool_field(5u32, self.append, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -9009,6 +9910,13 @@ pub mod __buffa {
             pub fn eof(&self) -> bool {
                 self.0.reborrow().eof
             }
+            /// Write where the last write ended, whatever `offset` says. Terminals only: one may have several who type.
+            ///
+            /// Field 5: `append`
+            #[must_use]
+            pub fn append(&self) -> bool {
+                self.0.reborrow().append
+            }
         }
         impl ::core::convert::From<::buffa::OwnedView<WriteStdinView<'static>>>
         for WriteStdinOwnedView {
@@ -9031,6 +9939,296 @@ pub mod __buffa {
         impl ::buffa::HasMessageView for super::super::WriteStdin {
             type View<'a> = WriteStdinView<'a>;
             type ViewHandle = WriteStdinOwnedView;
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct ResizeExecView<'a> {
+            /// Field 1: `exec_id`
+            pub exec_id: &'a str,
+            /// Field 2: `size`
+            pub size: ::buffa::MessageFieldView<
+                super::super::__buffa::view::TerminalSizeView<'a>,
+            >,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ResizeExecView<'a> {
+            type Owned = super::super::ResizeExec;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.exec_id = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.size.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.size = ::buffa::MessageFieldView::set(
+                                    <super::super::__buffa::view::TerminalSizeView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::ResizeExec, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::ResizeExec, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ResizeExec {
+                    exec_id: self.exec_id.to_string(),
+                    size: match self.size.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::TerminalSize,
+                                ::buffa::Inline<super::super::TerminalSize>,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ResizeExecView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.exec_id.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.exec_id) as u64;
+                }
+                if self.size.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.size.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                __cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.exec_id.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.exec_id, buf);
+                }
+                if self.size.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        2u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.size.write_to(__cache, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for ResizeExecView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "ResizeExec";
+            const FULL_NAME: &'static str = "cloister.guest.v1.ResizeExec";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ResizeExec";
+        }
+        ::buffa::impl_default_view_instance!(ResizeExecView);
+        ::buffa::impl_view_reborrow!(ResizeExecView);
+        /** Self-contained, `'static` owned view of a `ResizeExec` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ResizeExecView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ResizeExecView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ResizeExecOwnedView(::buffa::OwnedView<ResizeExecView<'static>>);
+        impl ResizeExecOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ResizeExec,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ResizeExecView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ResizeExecView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ResizeExec {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `exec_id`
+            #[must_use]
+            pub fn exec_id(&self) -> &'_ str {
+                self.0.reborrow().exec_id
+            }
+            /// Field 2: `size`
+            #[must_use]
+            pub fn size(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::__buffa::view::TerminalSizeView<'_>,
+            > {
+                &self.0.reborrow().size
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ResizeExecView<'static>>>
+        for ResizeExecOwnedView {
+            fn from(inner: ::buffa::OwnedView<ResizeExecView<'static>>) -> Self {
+                ResizeExecOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ResizeExecOwnedView>
+        for ::buffa::OwnedView<ResizeExecView<'static>> {
+            fn from(wrapper: ResizeExecOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ResizeExecView<'static>>>
+        for ResizeExecOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ResizeExecView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ResizeExec {
+            type View<'a> = ResizeExecView<'a>;
+            type ViewHandle = ResizeExecOwnedView;
         }
         #[derive(Clone, Debug, Default)]
         pub struct WaitExecView<'a> {
@@ -12320,6 +13518,210 @@ pub mod __buffa {
             type ViewHandle = SignaledOwnedView;
         }
         #[derive(Clone, Debug, Default)]
+        pub struct ResizedView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ResizedView<'a> {
+            type Owned = super::super::Resized;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::Resized, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::Resized, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::Resized {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ResizedView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for ResizedView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "Resized";
+            const FULL_NAME: &'static str = "cloister.guest.v1.Resized";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.Resized";
+        }
+        ::buffa::impl_default_view_instance!(ResizedView);
+        ::buffa::impl_view_reborrow!(ResizedView);
+        /** Self-contained, `'static` owned view of a `Resized` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ResizedView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ResizedView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ResizedOwnedView(::buffa::OwnedView<ResizedView<'static>>);
+        impl ResizedOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizedOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizedOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::Resized,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizedOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ResizedView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ResizedView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::Resized {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ResizedView<'static>>>
+        for ResizedOwnedView {
+            fn from(inner: ::buffa::OwnedView<ResizedView<'static>>) -> Self {
+                ResizedOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ResizedOwnedView>
+        for ::buffa::OwnedView<ResizedView<'static>> {
+            fn from(wrapper: ResizedOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ResizedView<'static>>>
+        for ResizedOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ResizedView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::Resized {
+            type View<'a> = ResizedView<'a>;
+            type ViewHandle = ResizedOwnedView;
+        }
+        #[derive(Clone, Debug, Default)]
         pub struct EndView<'a> {
             /// Field 1: `next_offset`
             pub next_offset: u64,
@@ -13768,6 +15170,11 @@ pub mod __buffa {
                             >,
                         >,
                     ),
+                    ResizeExec(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ResizeExecView<'a>,
+                        >,
+                    ),
                     Exec(
                         ::buffa::alloc::boxed::Box<
                             super::super::super::super::__buffa::view::ExecView<'a>,
@@ -13822,6 +15229,11 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::EndView<'a>,
                         >,
                     ),
+                    Resized(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ResizedView<'a>,
+                        >,
+                    ),
                 }
             }
         }
@@ -13854,6 +15266,7 @@ pub mod __buffa {
                 ClaimSandbox(
                     ::buffa::alloc::boxed::Box<super::super::super::ClaimSandbox>,
                 ),
+                ResizeExec(::buffa::alloc::boxed::Box<super::super::super::ResizeExec>),
                 Exec(::buffa::alloc::boxed::Box<super::super::super::Exec>),
                 ExecList(::buffa::alloc::boxed::Box<super::super::super::ExecList>),
                 Output(::buffa::alloc::boxed::Box<super::super::super::Output>),
@@ -13868,6 +15281,7 @@ pub mod __buffa {
                     ::buffa::alloc::boxed::Box<super::super::super::SandboxExit>,
                 ),
                 End(::buffa::alloc::boxed::Box<super::super::super::End>),
+                Resized(::buffa::alloc::boxed::Box<super::super::super::Resized>),
             }
             impl ::buffa::Oneof for Message {}
             impl From<super::super::super::Hello> for Message {
@@ -14021,6 +15435,17 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::ResizeExec> for Message {
+                fn from(v: super::super::super::ResizeExec) -> Self {
+                    Self::ResizeExec(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ResizeExec>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ResizeExec) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
             impl From<super::super::super::Exec> for Message {
                 fn from(v: super::super::super::Exec) -> Self {
                     Self::Exec(::buffa::alloc::boxed::Box::new(v))
@@ -14125,6 +15550,16 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::Resized> for Message {
+                fn from(v: super::super::super::Resized) -> Self {
+                    Self::Resized(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::Resized> for ::core::option::Option<Message> {
+                fn from(v: super::super::super::Resized) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
         }
     }
 }
@@ -14149,6 +15584,10 @@ pub use self::__buffa::view::ExecSpecView;
 #[doc(inline)]
 pub use self::__buffa::view::ExecSpecOwnedView;
 #[doc(inline)]
+pub use self::__buffa::view::TerminalSizeView;
+#[doc(inline)]
+pub use self::__buffa::view::TerminalSizeOwnedView;
+#[doc(inline)]
 pub use self::__buffa::view::StartExecView;
 #[doc(inline)]
 pub use self::__buffa::view::StartExecOwnedView;
@@ -14172,6 +15611,10 @@ pub use self::__buffa::view::SignalExecOwnedView;
 pub use self::__buffa::view::WriteStdinView;
 #[doc(inline)]
 pub use self::__buffa::view::WriteStdinOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::WaitExecView;
 #[doc(inline)]
@@ -14220,6 +15663,10 @@ pub use self::__buffa::view::StdinWrittenOwnedView;
 pub use self::__buffa::view::SignaledView;
 #[doc(inline)]
 pub use self::__buffa::view::SignaledOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizedOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::EndView;
 #[doc(inline)]

@@ -4413,6 +4413,16 @@ pub struct WriteStdinRequest {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub eof: bool,
+    /// Write where the last write ended, whatever `offset` says; not safe to repeat. Only for execs with a terminal, which
+    /// several may type into.
+    ///
+    /// Field 6: `append`
+    #[serde(
+        rename = "append",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub append: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -4425,6 +4435,7 @@ impl ::core::fmt::Debug for WriteStdinRequest {
             .field("offset", &self.offset)
             .field("data", &self.data)
             .field("eof", &self.eof)
+            .field("append", &self.append)
             .finish()
     }
 }
@@ -4470,6 +4481,9 @@ impl ::buffa::Message for WriteStdinRequest {
         if self.eof {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.append {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -4494,6 +4508,9 @@ impl ::buffa::Message for WriteStdinRequest {
         }
         if self.eof {
             ::buffa::types::put_bool_field(5u32, self.eof, buf);
+        }
+        if self.append {
+            ::buffa::types::put_bool_field(6u32, self.append, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -4543,6 +4560,13 @@ impl ::buffa::Message for WriteStdinRequest {
                 )?;
                 self.eof = ::buffa::types::decode_bool(buf)?;
             }
+            6u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.append = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -4556,6 +4580,7 @@ impl ::buffa::Message for WriteStdinRequest {
         self.offset = 0u64;
         self.data.clear();
         self.eof = false;
+        self.append = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -4991,6 +5016,296 @@ pub const __SIGNAL_EXEC_RESPONSE_JSON_ANY: ::buffa::type_registry::JsonAnyEntry 
     type_url: "type.googleapis.com/cloister.app.v1.SignalExecResponse",
     to_json: ::buffa::type_registry::any_to_json::<SignalExecResponse>,
     from_json: ::buffa::type_registry::any_from_json::<SignalExecResponse>,
+    is_wkt: false,
+};
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct ResizeExecRequest {
+    /// Field 1: `session`
+    #[serde(
+        rename = "session",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub session: ::buffa::alloc::string::String,
+    /// Field 2: `exec_id`
+    #[serde(
+        rename = "execId",
+        alias = "exec_id",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub exec_id: ::buffa::alloc::string::String,
+    /// Field 3: `size`
+    #[serde(
+        rename = "size",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_unset_message_field"
+    )]
+    pub size: ::buffa::MessageField<
+        super::super::common::v1::TerminalSize,
+        ::buffa::Inline<super::super::common::v1::TerminalSize>,
+    >,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ResizeExecRequest {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ResizeExecRequest")
+            .field("session", &self.session)
+            .field("exec_id", &self.exec_id)
+            .field("size", &self.size)
+            .finish()
+    }
+}
+impl ResizeExecRequest {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.app.v1.ResizeExecRequest";
+}
+::buffa::impl_default_instance!(ResizeExecRequest);
+impl ::buffa::MessageName for ResizeExecRequest {
+    const PACKAGE: &'static str = "cloister.app.v1";
+    const NAME: &'static str = "ResizeExecRequest";
+    const FULL_NAME: &'static str = "cloister.app.v1.ResizeExecRequest";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.app.v1.ResizeExecRequest";
+}
+impl ::buffa::Message for ResizeExecRequest {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.session.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.session) as u64;
+        }
+        if !self.exec_id.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.exec_id) as u64;
+        }
+        if self.size.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.size.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        __cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.session.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.session, buf);
+        }
+        if !self.exec_id.is_empty() {
+            ::buffa::types::put_string_field(2u32, &self.exec_id, buf);
+        }
+        if self.size.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                3u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.size.write_to(__cache, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.session, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.exec_id, buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.size.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.session.clear();
+        self.exec_id.clear();
+        self.size = ::buffa::MessageField::none();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ResizeExecRequest {
+    const PROTO_FQN: &'static str = "cloister.app.v1.ResizeExecRequest";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for ResizeExecRequest {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __RESIZE_EXEC_REQUEST_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.app.v1.ResizeExecRequest",
+    to_json: ::buffa::type_registry::any_to_json::<ResizeExecRequest>,
+    from_json: ::buffa::type_registry::any_from_json::<ResizeExecRequest>,
+    is_wkt: false,
+};
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct ResizeExecResponse {
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ResizeExecResponse {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ResizeExecResponse").finish()
+    }
+}
+impl ResizeExecResponse {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.app.v1.ResizeExecResponse";
+}
+::buffa::impl_default_instance!(ResizeExecResponse);
+impl ::buffa::MessageName for ResizeExecResponse {
+    const PACKAGE: &'static str = "cloister.app.v1";
+    const NAME: &'static str = "ResizeExecResponse";
+    const FULL_NAME: &'static str = "cloister.app.v1.ResizeExecResponse";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.app.v1.ResizeExecResponse";
+}
+impl ::buffa::Message for ResizeExecResponse {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ResizeExecResponse {
+    const PROTO_FQN: &'static str = "cloister.app.v1.ResizeExecResponse";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for ResizeExecResponse {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __RESIZE_EXEC_RESPONSE_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.app.v1.ResizeExecResponse",
+    to_json: ::buffa::type_registry::any_to_json::<ResizeExecResponse>,
+    from_json: ::buffa::type_registry::any_from_json::<ResizeExecResponse>,
     is_wkt: false,
 };
 #[derive(Clone, PartialEq, Default)]
@@ -5993,6 +6308,14 @@ impl ::buffa::Message for AttachExecRequest {
                 __buffa::oneof::attach_exec_request::Request::Signal(v) => {
                     size += 1u64 + ::buffa::types::int32_encoded_len(*v) as u64;
                 }
+                __buffa::oneof::attach_exec_request::Request::Resize(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -6025,6 +6348,14 @@ impl ::buffa::Message for AttachExecRequest {
                 }
                 __buffa::oneof::attach_exec_request::Request::Signal(x) => {
                     ::buffa::types::put_int32_field(3u32, *x, buf);
+                }
+                __buffa::oneof::attach_exec_request::Request::Resize(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        4u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
                 }
             }
         }
@@ -6091,6 +6422,28 @@ impl ::buffa::Message for AttachExecRequest {
                         ::buffa::types::decode_int32(buf)?,
                     ),
                 );
+            }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::attach_exec_request::Request::Resize(
+                        ref mut existing,
+                    ),
+                ) = self.request
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.request = ::core::option::Option::Some(
+                        __buffa::oneof::attach_exec_request::Request::Resize(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
             }
             _ => {
                 self.__buffa_unknown_fields
@@ -6209,6 +6562,32 @@ impl<'de> ::serde::Deserialize<'de> for AttachExecRequest {
                                 }
                                 __oneof_request = Some(
                                     __buffa::oneof::attach_exec_request::Request::Signal(v),
+                                );
+                            }
+                        }
+                        "resize" => {
+                            let v: ::core::option::Option<
+                                super::super::common::v1::TerminalSize,
+                            > = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            super::super::common::v1::TerminalSize,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_request.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'request'",
+                                        ),
+                                    );
+                                }
+                                __oneof_request = Some(
+                                    __buffa::oneof::attach_exec_request::Request::Resize(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
                                 );
                             }
                         }
@@ -6513,6 +6892,15 @@ pub struct AttachStdin {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub eof: bool,
+    /// As in `WriteStdin`.
+    ///
+    /// Field 4: `append`
+    #[serde(
+        rename = "append",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub append: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -6523,6 +6911,7 @@ impl ::core::fmt::Debug for AttachStdin {
             .field("offset", &self.offset)
             .field("data", &self.data)
             .field("eof", &self.eof)
+            .field("append", &self.append)
             .finish()
     }
 }
@@ -6562,6 +6951,9 @@ impl ::buffa::Message for AttachStdin {
         if self.eof {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.append {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -6580,6 +6972,9 @@ impl ::buffa::Message for AttachStdin {
         }
         if self.eof {
             ::buffa::types::put_bool_field(3u32, self.eof, buf);
+        }
+        if self.append {
+            ::buffa::types::put_bool_field(4u32, self.append, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -6615,6 +7010,13 @@ impl ::buffa::Message for AttachStdin {
                 )?;
                 self.eof = ::buffa::types::decode_bool(buf)?;
             }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.append = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -6626,6 +7028,7 @@ impl ::buffa::Message for AttachStdin {
         self.offset = 0u64;
         self.data.clear();
         self.eof = false;
+        self.append = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -18252,6 +18655,11 @@ pub mod __buffa {
             ///
             /// Field 5: `eof`
             pub eof: bool,
+            /// Write where the last write ended, whatever `offset` says; not safe to repeat. Only for execs with a terminal, which
+            /// several may type into.
+            ///
+            /// Field 6: `append`
+            pub append: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for WriteStdinRequestView<'a> {
@@ -18325,6 +18733,13 @@ pub mod __buffa {
                         )?;
                         view.eof = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    6u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.append = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -18359,6 +18774,7 @@ pub mod __buffa {
                     offset: self.offset,
                     data: (self.data).to_vec(),
                     eof: self.eof,
+                    append: self.append,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -18393,6 +18809,9 @@ pub mod __buffa {
                 if self.eof {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.append {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -18418,6 +18837,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     ::buffa::types::put_bool_field(5u32, self.eof, buf);
+                }
+                if self.append {
+                    ::buffa::types::put_bool_field(6u32, self.append, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -18462,6 +18884,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     __map.serialize_entry("eof", &self.eof)?;
+                }
+                if self.append {
+                    __map.serialize_entry("append", &self.append)?;
                 }
                 __map.end()
             }
@@ -18588,6 +19013,14 @@ pub mod __buffa {
             #[must_use]
             pub fn eof(&self) -> bool {
                 self.0.reborrow().eof
+            }
+            /// Write where the last write ended, whatever `offset` says; not safe to repeat. Only for execs with a terminal, which
+            /// several may type into.
+            ///
+            /// Field 6: `append`
+            #[must_use]
+            pub fn append(&self) -> bool {
+                self.0.reborrow().append
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<WriteStdinRequestView<'static>>>
@@ -19455,6 +19888,614 @@ pub mod __buffa {
             type ViewHandle = SignalExecResponseOwnedView;
         }
         impl ::serde::Serialize for SignalExecResponseOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct ResizeExecRequestView<'a> {
+            /// Field 1: `session`
+            pub session: &'a str,
+            /// Field 2: `exec_id`
+            pub exec_id: &'a str,
+            /// Field 3: `size`
+            pub size: ::buffa::MessageFieldView<
+                super::super::super::super::common::v1::__buffa::view::TerminalSizeView<
+                    'a,
+                >,
+            >,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ResizeExecRequestView<'a> {
+            type Owned = super::super::ResizeExecRequest;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.session = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.exec_id = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.size.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.size = ::buffa::MessageFieldView::set(
+                                    <super::super::super::super::common::v1::__buffa::view::TerminalSizeView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ResizeExecRequest,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ResizeExecRequest,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ResizeExecRequest {
+                    session: self.session.to_string(),
+                    exec_id: self.exec_id.to_string(),
+                    size: match self.size.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::super::super::common::v1::TerminalSize,
+                                ::buffa::Inline<
+                                    super::super::super::super::common::v1::TerminalSize,
+                                >,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ResizeExecRequestView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.session.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.session) as u64;
+                }
+                if !self.exec_id.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.exec_id) as u64;
+                }
+                if self.size.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.size.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                __cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.session.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.session, buf);
+                }
+                if !self.exec_id.is_empty() {
+                    ::buffa::types::put_string_field(2u32, &self.exec_id, buf);
+                }
+                if self.size.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        3u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.size.write_to(__cache, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ResizeExecRequestView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.session) {
+                    __map.serialize_entry("session", self.session)?;
+                }
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.exec_id) {
+                    __map.serialize_entry("execId", self.exec_id)?;
+                }
+                {
+                    if let ::core::option::Option::Some(__v) = self.size.as_option() {
+                        __map.serialize_entry("size", __v)?;
+                    }
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ResizeExecRequestView<'a> {
+            const PACKAGE: &'static str = "cloister.app.v1";
+            const NAME: &'static str = "ResizeExecRequest";
+            const FULL_NAME: &'static str = "cloister.app.v1.ResizeExecRequest";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.app.v1.ResizeExecRequest";
+        }
+        ::buffa::impl_default_view_instance!(ResizeExecRequestView);
+        ::buffa::impl_view_reborrow!(ResizeExecRequestView);
+        /** Self-contained, `'static` owned view of a `ResizeExecRequest` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ResizeExecRequestView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ResizeExecRequestView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ResizeExecRequestOwnedView(
+            ::buffa::OwnedView<ResizeExecRequestView<'static>>,
+        );
+        impl ResizeExecRequestOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecRequestOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecRequestOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ResizeExecRequest,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecRequestOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ResizeExecRequestView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ResizeExecRequestView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ResizeExecRequest {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `session`
+            #[must_use]
+            pub fn session(&self) -> &'_ str {
+                self.0.reborrow().session
+            }
+            /// Field 2: `exec_id`
+            #[must_use]
+            pub fn exec_id(&self) -> &'_ str {
+                self.0.reborrow().exec_id
+            }
+            /// Field 3: `size`
+            #[must_use]
+            pub fn size(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::super::super::common::v1::__buffa::view::TerminalSizeView<
+                    '_,
+                >,
+            > {
+                &self.0.reborrow().size
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ResizeExecRequestView<'static>>>
+        for ResizeExecRequestOwnedView {
+            fn from(inner: ::buffa::OwnedView<ResizeExecRequestView<'static>>) -> Self {
+                ResizeExecRequestOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ResizeExecRequestOwnedView>
+        for ::buffa::OwnedView<ResizeExecRequestView<'static>> {
+            fn from(wrapper: ResizeExecRequestOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ResizeExecRequestView<'static>>>
+        for ResizeExecRequestOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ResizeExecRequestView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ResizeExecRequest {
+            type View<'a> = ResizeExecRequestView<'a>;
+            type ViewHandle = ResizeExecRequestOwnedView;
+        }
+        impl ::serde::Serialize for ResizeExecRequestOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct ResizeExecResponseView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ResizeExecResponseView<'a> {
+            type Owned = super::super::ResizeExecResponse;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ResizeExecResponse,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ResizeExecResponse,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ResizeExecResponse {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ResizeExecResponseView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ResizeExecResponseView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ResizeExecResponseView<'a> {
+            const PACKAGE: &'static str = "cloister.app.v1";
+            const NAME: &'static str = "ResizeExecResponse";
+            const FULL_NAME: &'static str = "cloister.app.v1.ResizeExecResponse";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.app.v1.ResizeExecResponse";
+        }
+        ::buffa::impl_default_view_instance!(ResizeExecResponseView);
+        ::buffa::impl_view_reborrow!(ResizeExecResponseView);
+        /** Self-contained, `'static` owned view of a `ResizeExecResponse` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ResizeExecResponseView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ResizeExecResponseView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ResizeExecResponseOwnedView(
+            ::buffa::OwnedView<ResizeExecResponseView<'static>>,
+        );
+        impl ResizeExecResponseOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecResponseOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecResponseOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ResizeExecResponse,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecResponseOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ResizeExecResponseView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ResizeExecResponseView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ResizeExecResponse {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ResizeExecResponseView<'static>>>
+        for ResizeExecResponseOwnedView {
+            fn from(inner: ::buffa::OwnedView<ResizeExecResponseView<'static>>) -> Self {
+                ResizeExecResponseOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ResizeExecResponseOwnedView>
+        for ::buffa::OwnedView<ResizeExecResponseView<'static>> {
+            fn from(wrapper: ResizeExecResponseOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ResizeExecResponseView<'static>>>
+        for ResizeExecResponseOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ResizeExecResponseView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ResizeExecResponse {
+            type View<'a> = ResizeExecResponseView<'a>;
+            type ViewHandle = ResizeExecResponseOwnedView;
+        }
+        impl ::serde::Serialize for ResizeExecResponseOwnedView {
             fn serialize<__S: ::serde::Serializer>(
                 &self,
                 __s: __S,
@@ -21495,6 +22536,37 @@ pub mod __buffa {
                             ),
                         );
                     }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::attach_exec_request::Request::Resize(
+                                ref mut existing,
+                            ),
+                        ) = view.request
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.request = Some(
+                                super::super::__buffa::view::oneof::attach_exec_request::Request::Resize(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::super::super::common::v1::__buffa::view::TerminalSizeView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -21553,6 +22625,15 @@ pub mod __buffa {
                                             *v,
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::attach_exec_request::Request::Resize(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::attach_exec_request::Request::Resize(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                 },
                             )
                         }
@@ -21599,6 +22680,16 @@ pub mod __buffa {
                         ) => {
                             size += 1u64 + ::buffa::types::int32_encoded_len(*v) as u64;
                         }
+                        super::super::__buffa::view::oneof::attach_exec_request::Request::Resize(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
                     }
                 }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -21638,6 +22729,16 @@ pub mod __buffa {
                             x,
                         ) => {
                             ::buffa::types::put_int32_field(3u32, *x, buf);
+                        }
+                        super::super::__buffa::view::oneof::attach_exec_request::Request::Resize(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                4u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
                         }
                     }
                 }
@@ -21682,6 +22783,11 @@ pub mod __buffa {
                                     "signal",
                                     &::buffa::json_helpers::ProtoJson(v),
                                 )?;
+                        }
+                        super::super::__buffa::view::oneof::attach_exec_request::Request::Resize(
+                            v,
+                        ) => {
+                            __map.serialize_entry("resize", v)?;
                         }
                     }
                 }
@@ -22251,6 +23357,10 @@ pub mod __buffa {
             pub data: &'a [u8],
             /// Field 3: `eof`
             pub eof: bool,
+            /// As in `WriteStdin`.
+            ///
+            /// Field 4: `append`
+            pub append: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for AttachStdinView<'a> {
@@ -22310,6 +23420,13 @@ pub mod __buffa {
                         )?;
                         view.eof = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.append = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -22342,6 +23459,7 @@ pub mod __buffa {
                     offset: self.offset,
                     data: (self.data).to_vec(),
                     eof: self.eof,
+                    append: self.append,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -22366,6 +23484,9 @@ pub mod __buffa {
                 if self.eof {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.append {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -22385,6 +23506,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     ::buffa::types::put_bool_field(3u32, self.eof, buf);
+                }
+                if self.append {
+                    ::buffa::types::put_bool_field(4u32, self.append, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -22423,6 +23547,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     __map.serialize_entry("eof", &self.eof)?;
+                }
+                if self.append {
+                    __map.serialize_entry("append", &self.append)?;
                 }
                 __map.end()
             }
@@ -22531,6 +23658,13 @@ pub mod __buffa {
             #[must_use]
             pub fn eof(&self) -> bool {
                 self.0.reborrow().eof
+            }
+            /// As in `WriteStdin`.
+            ///
+            /// Field 4: `append`
+            #[must_use]
+            pub fn append(&self) -> bool {
+                self.0.reborrow().append
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<AttachStdinView<'static>>>
@@ -29257,6 +30391,13 @@ pub mod __buffa {
                         >,
                     ),
                     Signal(i32),
+                    Resize(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::super::super::common::v1::__buffa::view::TerminalSizeView<
+                                'a,
+                            >,
+                        >,
+                    ),
                 }
             }
             pub mod attach_exec_response {
@@ -29293,6 +30434,11 @@ pub mod __buffa {
                 Start(::buffa::alloc::boxed::Box<super::super::super::AttachStart>),
                 Stdin(::buffa::alloc::boxed::Box<super::super::super::AttachStdin>),
                 Signal(i32),
+                Resize(
+                    ::buffa::alloc::boxed::Box<
+                        super::super::super::super::super::common::v1::TerminalSize,
+                    >,
+                ),
             }
             impl ::buffa::Oneof for Request {}
             impl From<super::super::super::AttachStart> for Request {
@@ -29317,6 +30463,22 @@ pub mod __buffa {
                     Self::Some(Request::from(v))
                 }
             }
+            impl From<super::super::super::super::super::common::v1::TerminalSize>
+            for Request {
+                fn from(
+                    v: super::super::super::super::super::common::v1::TerminalSize,
+                ) -> Self {
+                    Self::Resize(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::super::super::common::v1::TerminalSize>
+            for ::core::option::Option<Request> {
+                fn from(
+                    v: super::super::super::super::super::common::v1::TerminalSize,
+                ) -> Self {
+                    Self::Some(Request::from(v))
+                }
+            }
             impl ::serde::Serialize for Request {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -29336,6 +30498,9 @@ pub mod __buffa {
                                 "signal",
                                 &::buffa::json_helpers::ProtoJson(v),
                             )?;
+                        }
+                        Self::Resize(v) => {
+                            map.serialize_entry("resize", &**v)?;
                         }
                     }
                     map.end()
@@ -29433,6 +30598,8 @@ pub mod __buffa {
         reg.register_json_any(super::__WRITE_STDIN_RESPONSE_JSON_ANY);
         reg.register_json_any(super::__SIGNAL_EXEC_REQUEST_JSON_ANY);
         reg.register_json_any(super::__SIGNAL_EXEC_RESPONSE_JSON_ANY);
+        reg.register_json_any(super::__RESIZE_EXEC_REQUEST_JSON_ANY);
+        reg.register_json_any(super::__RESIZE_EXEC_RESPONSE_JSON_ANY);
         reg.register_json_any(super::__WAIT_EXEC_REQUEST_JSON_ANY);
         reg.register_json_any(super::__WAIT_EXEC_RESPONSE_JSON_ANY);
         reg.register_json_any(super::__WATCH_SESSION_REQUEST_JSON_ANY);
@@ -29563,6 +30730,14 @@ pub use self::__buffa::view::SignalExecRequestOwnedView;
 pub use self::__buffa::view::SignalExecResponseView;
 #[doc(inline)]
 pub use self::__buffa::view::SignalExecResponseOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecRequestView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecRequestOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecResponseView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecResponseOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::WaitExecRequestView;
 #[doc(inline)]
@@ -30906,6 +32081,14 @@ pub type OwnedSignalExecRequestView = ::buffa::view::OwnedView<
 pub type OwnedSignalExecResponseView = ::buffa::view::OwnedView<
     __buffa::view::SignalExecResponseView<'static>,
 >;
+///Shorthand for `OwnedView<ResizeExecRequestView<'static>>`.
+pub type OwnedResizeExecRequestView = ::buffa::view::OwnedView<
+    __buffa::view::ResizeExecRequestView<'static>,
+>;
+///Shorthand for `OwnedView<ResizeExecResponseView<'static>>`.
+pub type OwnedResizeExecResponseView = ::buffa::view::OwnedView<
+    __buffa::view::ResizeExecResponseView<'static>,
+>;
 ///Shorthand for `OwnedView<WaitExecRequestView<'static>>`.
 pub type OwnedWaitExecRequestView = ::buffa::view::OwnedView<
     __buffa::view::WaitExecRequestView<'static>,
@@ -31074,6 +32257,38 @@ for ::buffa::view::OwnedView<__buffa::view::SignalExecResponseView<'static>> {
         )
     }
 }
+impl ::connectrpc::Encodable<ResizeExecResponse>
+for __buffa::view::ResizeExecResponseView<'_> {
+    fn encode(
+        &self,
+        codec: ::connectrpc::CodecFormat,
+    ) -> ::std::result::Result<::buffa::bytes::Bytes, ::connectrpc::ConnectError> {
+        ::connectrpc::__codegen::encode_view_body(self, codec)
+    }
+}
+impl ::connectrpc::Encodable<ResizeExecResponse>
+for ::buffa::view::OwnedView<__buffa::view::ResizeExecResponseView<'static>> {
+    fn encode(
+        &self,
+        codec: ::connectrpc::CodecFormat,
+    ) -> ::std::result::Result<::buffa::bytes::Bytes, ::connectrpc::ConnectError> {
+        ::connectrpc::__codegen::encode_view_body(self.reborrow(), codec)
+    }
+    /// An `OwnedView` still holds the buffer it was decoded from, so
+    /// its large fields can be handed to the response body by
+    /// reference count instead of copied. The bare view impl above
+    /// cannot do this: it has borrows but no buffer to name.
+    fn encode_segments(
+        &self,
+        codec: ::connectrpc::CodecFormat,
+    ) -> ::std::result::Result<::connectrpc::EncodedBody, ::connectrpc::ConnectError> {
+        ::connectrpc::__codegen::encode_view_body_segments(
+            self.reborrow(),
+            self.bytes(),
+            codec,
+        )
+    }
+}
 impl ::connectrpc::Encodable<WaitExecResponse>
 for __buffa::view::WaitExecResponseView<'_> {
     fn encode(
@@ -31135,6 +32350,12 @@ pub const EXECS_SERVICE_WRITE_STDIN_SPEC: ::connectrpc::Spec = ::connectrpc::Spe
 /// Static [`Spec`](::connectrpc::Spec) for the `SignalExec` RPC, as seen by the server; the generated client passes it with [`origin`](::connectrpc::Spec::origin) `Client` (compare across sides with [`Spec::same_method`](::connectrpc::Spec::same_method)).
 pub const EXECS_SERVICE_SIGNAL_EXEC_SPEC: ::connectrpc::Spec = ::connectrpc::Spec::server(
         "/cloister.app.v1.ExecsService/SignalExec",
+        ::connectrpc::StreamType::Unary,
+    )
+    .with_idempotency_level(::connectrpc::IdempotencyLevel::Unknown);
+/// Static [`Spec`](::connectrpc::Spec) for the `ResizeExec` RPC, as seen by the server; the generated client passes it with [`origin`](::connectrpc::Spec::origin) `Client` (compare across sides with [`Spec::same_method`](::connectrpc::Spec::same_method)).
+pub const EXECS_SERVICE_RESIZE_EXEC_SPEC: ::connectrpc::Spec = ::connectrpc::Spec::server(
+        "/cloister.app.v1.ExecsService/ResizeExec",
         ::connectrpc::StreamType::Unary,
     )
     .with_idempotency_level(::connectrpc::IdempotencyLevel::Unknown);
@@ -31284,6 +32505,24 @@ pub trait ExecsService: Send + Sync + 'static {
     ) -> impl ::std::future::Future<
         Output = ::connectrpc::ServiceResult<
             impl ::connectrpc::Encodable<SignalExecResponse> + Send + use<'a, Self>,
+        >,
+    > + Send;
+    /// Changes the size of the exec's terminal. One that has ended takes any size.
+    ///
+    /// `'a` lets the response body borrow from `&self` (e.g. server-resident state).
+    ///
+    /// `request` is borrowed from the request body and is valid for the
+    /// duration of the call; message fields are read directly on it
+    /// (zero-copy). The response cannot borrow from `request` — use
+    /// `.to_owned_message()` (or copy the specific fields) for anything
+    /// returned, stored, or moved into `tokio::spawn`.
+    fn resize_exec<'a>(
+        &'a self,
+        ctx: ::connectrpc::RequestContext,
+        request: ::connectrpc::ServiceRequest<'_, ResizeExecRequest>,
+    ) -> impl ::std::future::Future<
+        Output = ::connectrpc::ServiceResult<
+            impl ::connectrpc::Encodable<ResizeExecResponse> + Send + use<'a, Self>,
         >,
     > + Send;
     /// Waits until the exec has ended, at most `wait_ms` (capped at 30 s); `exec.exit` is unset when it has not.
@@ -31463,6 +32702,31 @@ impl<S: ExecsService> ExecsServiceExt for S {
             .with_spec(EXECS_SERVICE_SIGNAL_EXEC_SPEC)
             .route_view(
                 EXECS_SERVICE_SERVICE_NAME,
+                "ResizeExec",
+                {
+                    let svc = ::std::sync::Arc::clone(&self);
+                    ::connectrpc::view_handler_fn(move |
+                        ctx,
+                        req: ::buffa::view::OwnedView<
+                            __buffa::view::ResizeExecRequestView<'static>,
+                        >,
+                        format|
+                    {
+                        let svc = ::std::sync::Arc::clone(&svc);
+                        async move {
+                            let sreq = ::connectrpc::ServiceRequest::<
+                                ResizeExecRequest,
+                            >::from_parts(req.reborrow(), req.bytes());
+                            svc.resize_exec(ctx, sreq)
+                                .await?
+                                .encode::<ResizeExecResponse>(format)
+                        }
+                    })
+                },
+            )
+            .with_spec(EXECS_SERVICE_RESIZE_EXEC_SPEC)
+            .route_view(
+                EXECS_SERVICE_SERVICE_NAME,
                 "WaitExec",
                 {
                     let svc = ::std::sync::Arc::clone(&self);
@@ -31570,6 +32834,12 @@ impl<T: ExecsService> ::connectrpc::Dispatcher for ExecsServiceServer<T> {
                         .with_spec(EXECS_SERVICE_SIGNAL_EXEC_SPEC),
                 )
             }
+            "ResizeExec" => {
+                Some(
+                    ::connectrpc::dispatcher::codegen::MethodDescriptor::unary(false)
+                        .with_spec(EXECS_SERVICE_RESIZE_EXEC_SPEC),
+                )
+            }
             "WaitExec" => {
                 Some(
                     ::connectrpc::dispatcher::codegen::MethodDescriptor::unary(false)
@@ -31669,6 +32939,22 @@ impl<T: ExecsService> ::connectrpc::Dispatcher for ExecsServiceServer<T> {
                         SignalExecRequest,
                     >::from_parts(&req, &body);
                     svc.signal_exec(ctx, req).await?.encode::<SignalExecResponse>(format)
+                })
+            }
+            "ResizeExec" => {
+                let svc = ::std::sync::Arc::clone(&self.inner);
+                Box::pin(async move {
+                    let body = ::connectrpc::dispatcher::codegen::request_proto_bytes::<
+                        ResizeExecRequest,
+                    >(request.encoded()?, format)?;
+                    let req: __buffa::view::ResizeExecRequestView<'_> = ::connectrpc::dispatcher::codegen::decode_borrowed_request_view(
+                        &body,
+                        ctx.decode_options(),
+                    )?;
+                    let req = ::connectrpc::ServiceRequest::<
+                        ResizeExecRequest,
+                    >::from_parts(&req, &body);
+                    svc.resize_exec(ctx, req).await?.encode::<ResizeExecResponse>(format)
                 })
             }
             "WaitExec" => {
@@ -31993,6 +33279,43 @@ where
                 &self.transport,
                 &self.config,
                 EXECS_SERVICE_SIGNAL_EXEC_SPEC
+                    .with_origin(::connectrpc::SpecOrigin::Client),
+                request,
+                options,
+            )
+            .await
+    }
+    /// Call the ResizeExec RPC. Sends a request to /cloister.app.v1.ExecsService/ResizeExec.
+    pub async fn resize_exec(
+        &self,
+        request: ResizeExecRequest,
+    ) -> Result<
+        ::connectrpc::client::UnaryResponse<
+            ::buffa::view::OwnedView<__buffa::view::ResizeExecResponseView<'static>>,
+        >,
+        ::connectrpc::ConnectError,
+    > {
+        self.resize_exec_with_options(
+                request,
+                ::connectrpc::client::CallOptions::default(),
+            )
+            .await
+    }
+    /// Call the ResizeExec RPC with explicit per-call options. Options override [`ClientConfig`](::connectrpc::client::ClientConfig) defaults.
+    pub async fn resize_exec_with_options(
+        &self,
+        request: ResizeExecRequest,
+        options: ::connectrpc::client::CallOptions,
+    ) -> Result<
+        ::connectrpc::client::UnaryResponse<
+            ::buffa::view::OwnedView<__buffa::view::ResizeExecResponseView<'static>>,
+        >,
+        ::connectrpc::ConnectError,
+    > {
+        ::connectrpc::client::call_unary(
+                &self.transport,
+                &self.config,
+                EXECS_SERVICE_RESIZE_EXEC_SPEC
                     .with_origin(::connectrpc::SpecOrigin::Client),
                 request,
                 options,

@@ -1642,6 +1642,14 @@ pub struct ExecSpec {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub stdin: bool,
+    /// Run it on a terminal of this size: standard input is open, and everything printed comes as standard output.
+    ///
+    /// Field 8: `terminal`
+    #[serde(
+        rename = "terminal",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_unset_message_field"
+    )]
+    pub terminal: ::buffa::MessageField<TerminalSize, ::buffa::Inline<TerminalSize>>,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -1656,6 +1664,7 @@ impl ::core::fmt::Debug for ExecSpec {
             .field("timeout_ms", &self.timeout_ms)
             .field("no_output_timeout_ms", &self.no_output_timeout_ms)
             .field("stdin", &self.stdin)
+            .field("terminal", &self.terminal)
             .finish()
     }
 }
@@ -1682,7 +1691,7 @@ impl ::buffa::Message for ExecSpec {
     /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
     /// points reject, never a silently wrapped size.
     #[allow(clippy::let_and_return)]
-    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
         #[allow(unused_imports)]
         use ::buffa::Enumeration as _;
         let mut size = 0u64;
@@ -1713,12 +1722,20 @@ impl ::buffa::Message for ExecSpec {
         if self.stdin {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.terminal.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.terminal.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
     fn write_to(
         &self,
-        _cache: &mut ::buffa::SizeCache,
+        __cache: &mut ::buffa::SizeCache,
         buf: &mut impl ::buffa::EncodeSink,
     ) {
         #[allow(unused_imports)]
@@ -1745,6 +1762,14 @@ impl ::buffa::Message for ExecSpec {
         }
         if self.stdin {
             ::buffa::types::put_bool_field(7u32, self.stdin, buf);
+        }
+        if self.terminal.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                8u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.terminal.write_to(__cache, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -1816,6 +1841,17 @@ impl ::buffa::Message for ExecSpec {
                 )?;
                 self.stdin = ::buffa::types::decode_bool(buf)?;
             }
+            8u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.terminal.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -1831,6 +1867,7 @@ impl ::buffa::Message for ExecSpec {
         self.timeout_ms = 0u64;
         self.no_output_timeout_ms = 0u64;
         self.stdin = false;
+        self.terminal = ::buffa::MessageField::none();
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -1861,6 +1898,155 @@ pub const __EXEC_SPEC_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::
     type_url: "type.googleapis.com/cloister.common.v1.ExecSpec",
     to_json: ::buffa::type_registry::any_to_json::<ExecSpec>,
     from_json: ::buffa::type_registry::any_from_json::<ExecSpec>,
+    is_wkt: false,
+};
+/// The size of a terminal in characters; each is 1 to 4096.
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct TerminalSize {
+    /// Field 1: `rows`
+    #[serde(
+        rename = "rows",
+        with = "::buffa::json_helpers::uint32",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_zero_u32"
+    )]
+    pub rows: u32,
+    /// Field 2: `columns`
+    #[serde(
+        rename = "columns",
+        with = "::buffa::json_helpers::uint32",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_zero_u32"
+    )]
+    pub columns: u32,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for TerminalSize {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("TerminalSize")
+            .field("rows", &self.rows)
+            .field("columns", &self.columns)
+            .finish()
+    }
+}
+impl TerminalSize {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.common.v1.TerminalSize";
+}
+::buffa::impl_default_instance!(TerminalSize);
+impl ::buffa::MessageName for TerminalSize {
+    const PACKAGE: &'static str = "cloister.common.v1";
+    const NAME: &'static str = "TerminalSize";
+    const FULL_NAME: &'static str = "cloister.common.v1.TerminalSize";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.common.v1.TerminalSize";
+}
+impl ::buffa::Message for TerminalSize {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.rows != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.rows) as u64;
+        }
+        if self.columns != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.columns) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.rows != 0u32 {
+            ::buffa::types::put_uint32_field(1u32, self.rows, buf);
+        }
+        if self.columns != 0u32 {
+            ::buffa::types::put_uint32_field(2u32, self.columns, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.rows = ::buffa::types::decode_uint32(buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.columns = ::buffa::types::decode_uint32(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.rows = 0u32;
+        self.columns = 0u32;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for TerminalSize {
+    const PROTO_FQN: &'static str = "cloister.common.v1.TerminalSize";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for TerminalSize {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __TERMINAL_SIZE_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.common.v1.TerminalSize",
+    to_json: ::buffa::type_registry::any_to_json::<TerminalSize>,
+    from_json: ::buffa::type_registry::any_from_json::<TerminalSize>,
     is_wkt: false,
 };
 /// How an exec ended. Its absence at the end of a stream is an error, never success.
@@ -4615,6 +4801,12 @@ pub mod __buffa {
             ///
             /// Field 7: `stdin`
             pub stdin: bool,
+            /// Run it on a terminal of this size: standard input is open, and everything printed comes as standard output.
+            ///
+            /// Field 8: `terminal`
+            pub terminal: ::buffa::MessageFieldView<
+                super::super::__buffa::view::TerminalSizeView<'a>,
+            >,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for ExecSpecView<'a> {
@@ -4689,6 +4881,31 @@ pub mod __buffa {
                             ::buffa::encoding::WireType::Varint,
                         )?;
                         view.stdin = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    8u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.terminal.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.terminal = ::buffa::MessageFieldView::set(
+                                    <super::super::__buffa::view::TerminalSizeView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
                     }
                     1u32 => {
                         ::buffa::encoding::check_wire_type(
@@ -4778,6 +4995,15 @@ pub mod __buffa {
                     timeout_ms: self.timeout_ms,
                     no_output_timeout_ms: self.no_output_timeout_ms,
                     stdin: self.stdin,
+                    terminal: match self.terminal.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::TerminalSize,
+                                ::buffa::Inline<super::super::TerminalSize>,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -4788,7 +5014,7 @@ pub mod __buffa {
         }
         impl<'a> ::buffa::ViewEncode<'a> for ExecSpecView<'a> {
             #[allow(clippy::needless_borrow, clippy::let_and_return)]
-            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
                 #[allow(unused_imports)]
                 use ::buffa::Enumeration as _;
                 let mut size = 0u64;
@@ -4825,13 +5051,21 @@ pub mod __buffa {
                 if self.stdin {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.terminal.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.terminal.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
             #[allow(clippy::needless_borrow)]
             fn write_to(
                 &self,
-                _cache: &mut ::buffa::SizeCache,
+                __cache: &mut ::buffa::SizeCache,
                 buf: &mut impl ::buffa::EncodeSink,
             ) {
                 #[allow(unused_imports)]
@@ -4880,6 +5114,14 @@ pub mod __buffa {
                 }
                 if self.stdin {
                     ::buffa::types::put_bool_field(7u32, self.stdin, buf);
+                }
+                if self.terminal.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        8u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.terminal.write_to(__cache, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -4949,6 +5191,12 @@ pub mod __buffa {
                 }
                 if self.stdin {
                     __map.serialize_entry("stdin", &self.stdin)?;
+                }
+                {
+                    if let ::core::option::Option::Some(__v) = self.terminal.as_option()
+                    {
+                        __map.serialize_entry("terminal", __v)?;
+                    }
                 }
                 __map.end()
             }
@@ -5092,6 +5340,17 @@ pub mod __buffa {
             pub fn stdin(&self) -> bool {
                 self.0.reborrow().stdin
             }
+            /// Run it on a terminal of this size: standard input is open, and everything printed comes as standard output.
+            ///
+            /// Field 8: `terminal`
+            #[must_use]
+            pub fn terminal(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::__buffa::view::TerminalSizeView<'_>,
+            > {
+                &self.0.reborrow().terminal
+            }
         }
         impl ::core::convert::From<::buffa::OwnedView<ExecSpecView<'static>>>
         for ExecSpecOwnedView {
@@ -5116,6 +5375,304 @@ pub mod __buffa {
             type ViewHandle = ExecSpecOwnedView;
         }
         impl ::serde::Serialize for ExecSpecOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        /// The size of a terminal in characters; each is 1 to 4096.
+        #[derive(Clone, Debug, Default)]
+        pub struct TerminalSizeView<'a> {
+            /// Field 1: `rows`
+            pub rows: u32,
+            /// Field 2: `columns`
+            pub columns: u32,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for TerminalSizeView<'a> {
+            type Owned = super::super::TerminalSize;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.rows = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.columns = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::TerminalSize,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::TerminalSize,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::TerminalSize {
+                    rows: self.rows,
+                    columns: self.columns,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for TerminalSizeView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.rows != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.rows) as u64;
+                }
+                if self.columns != 0u32 {
+                    size
+                        += 1u64
+                            + ::buffa::types::uint32_encoded_len(self.columns) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.rows != 0u32 {
+                    ::buffa::types::put_uint32_field(1u32, self.rows, buf);
+                }
+                if self.columns != 0u32 {
+                    ::buffa::types::put_uint32_field(2u32, self.columns, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for TerminalSizeView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if !::buffa::json_helpers::skip_if::is_zero_u32(&self.rows) {
+                    __map
+                        .serialize_entry(
+                            "rows",
+                            &::buffa::json_helpers::ProtoJson(&self.rows),
+                        )?;
+                }
+                if !::buffa::json_helpers::skip_if::is_zero_u32(&self.columns) {
+                    __map
+                        .serialize_entry(
+                            "columns",
+                            &::buffa::json_helpers::ProtoJson(&self.columns),
+                        )?;
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for TerminalSizeView<'a> {
+            const PACKAGE: &'static str = "cloister.common.v1";
+            const NAME: &'static str = "TerminalSize";
+            const FULL_NAME: &'static str = "cloister.common.v1.TerminalSize";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.common.v1.TerminalSize";
+        }
+        ::buffa::impl_default_view_instance!(TerminalSizeView);
+        ::buffa::impl_view_reborrow!(TerminalSizeView);
+        /** Self-contained, `'static` owned view of a `TerminalSize` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`TerminalSizeView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`TerminalSizeView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct TerminalSizeOwnedView(::buffa::OwnedView<TerminalSizeView<'static>>);
+        impl TerminalSizeOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TerminalSizeOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TerminalSizeOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::TerminalSize,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TerminalSizeOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`TerminalSizeView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &TerminalSizeView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::TerminalSize {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `rows`
+            #[must_use]
+            pub fn rows(&self) -> u32 {
+                self.0.reborrow().rows
+            }
+            /// Field 2: `columns`
+            #[must_use]
+            pub fn columns(&self) -> u32 {
+                self.0.reborrow().columns
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<TerminalSizeView<'static>>>
+        for TerminalSizeOwnedView {
+            fn from(inner: ::buffa::OwnedView<TerminalSizeView<'static>>) -> Self {
+                TerminalSizeOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<TerminalSizeOwnedView>
+        for ::buffa::OwnedView<TerminalSizeView<'static>> {
+            fn from(wrapper: TerminalSizeOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<TerminalSizeView<'static>>>
+        for TerminalSizeOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<TerminalSizeView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::TerminalSize {
+            type View<'a> = TerminalSizeView<'a>;
+            type ViewHandle = TerminalSizeOwnedView;
+        }
+        impl ::serde::Serialize for TerminalSizeOwnedView {
             fn serialize<__S: ::serde::Serializer>(
                 &self,
                 __s: __S,
@@ -7533,6 +8090,7 @@ pub mod __buffa {
         reg.register_json_any(super::__CAPABILITY_JSON_ANY);
         reg.register_json_any(super::__ISOLATION_FACT_JSON_ANY);
         reg.register_json_any(super::__EXEC_SPEC_JSON_ANY);
+        reg.register_json_any(super::__TERMINAL_SIZE_JSON_ANY);
         reg.register_json_any(super::__EXEC_EXIT_JSON_ANY);
         reg.register_json_any(super::__EXEC_JSON_ANY);
         reg.register_json_any(super::__OUTPUT_FRAME_JSON_ANY);
@@ -7563,6 +8121,10 @@ pub use self::__buffa::view::IsolationFactOwnedView;
 pub use self::__buffa::view::ExecSpecView;
 #[doc(inline)]
 pub use self::__buffa::view::ExecSpecOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::TerminalSizeView;
+#[doc(inline)]
+pub use self::__buffa::view::TerminalSizeOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::ExecExitView;
 #[doc(inline)]

@@ -2368,6 +2368,14 @@ impl ::buffa::Message for Command {
                         += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::command::Command::ResizeExec(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -2458,6 +2466,14 @@ impl ::buffa::Message for Command {
                 __buffa::oneof::command::Command::WaitExec(x) => {
                     ::buffa::types::put_len_delimited_header(
                         12u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::command::Command::ResizeExec(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        13u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -2674,6 +2690,26 @@ impl ::buffa::Message for Command {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.command = ::core::option::Option::Some(
                         __buffa::oneof::command::Command::WaitExec(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            13u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::command::Command::ResizeExec(ref mut existing),
+                ) = self.command
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.command = ::core::option::Option::Some(
+                        __buffa::oneof::command::Command::ResizeExec(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -2990,6 +3026,30 @@ impl<'de> ::serde::Deserialize<'de> for Command {
                                 }
                                 __oneof_command = Some(
                                     __buffa::oneof::command::Command::WaitExec(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "resizeExec" | "resize_exec" => {
+                            let v: ::core::option::Option<ResizeExec> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            ResizeExec,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_command.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'command'",
+                                        ),
+                                    );
+                                }
+                                __oneof_command = Some(
+                                    __buffa::oneof::command::Command::ResizeExec(
                                         ::buffa::alloc::boxed::Box::new(v),
                                     ),
                                 );
@@ -4006,6 +4066,15 @@ pub struct WriteStdin {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub eof: bool,
+    /// Write where the last write ended, whatever `offset` says. Terminals only.
+    ///
+    /// Field 5: `append`
+    #[serde(
+        rename = "append",
+        with = "::buffa::json_helpers::proto_bool",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
+    )]
+    pub append: bool,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -4017,6 +4086,7 @@ impl ::core::fmt::Debug for WriteStdin {
             .field("offset", &self.offset)
             .field("data", &self.data)
             .field("eof", &self.eof)
+            .field("append", &self.append)
             .finish()
     }
 }
@@ -4059,6 +4129,9 @@ impl ::buffa::Message for WriteStdin {
         if self.eof {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.append {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -4080,6 +4153,9 @@ impl ::buffa::Message for WriteStdin {
         }
         if self.eof {
             ::buffa::types::put_bool_field(4u32, self.eof, buf);
+        }
+        if self.append {
+            ::buffa::types::put_bool_field(5u32, self.append, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -4122,6 +4198,13 @@ impl ::buffa::Message for WriteStdin {
                 )?;
                 self.eof = ::buffa::types::decode_bool(buf)?;
             }
+            5u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.append = ::buffa::types::decode_bool(buf)?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -4134,6 +4217,7 @@ impl ::buffa::Message for WriteStdin {
         self.offset = 0u64;
         self.data.clear();
         self.eof = false;
+        self.append = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -4164,6 +4248,171 @@ pub const __WRITE_STDIN_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa
     type_url: "type.googleapis.com/cloister.host.v1.WriteStdin",
     to_json: ::buffa::type_registry::any_to_json::<WriteStdin>,
     from_json: ::buffa::type_registry::any_from_json::<WriteStdin>,
+    is_wkt: false,
+};
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct ResizeExec {
+    /// Field 1: `exec_id`
+    #[serde(
+        rename = "execId",
+        alias = "exec_id",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub exec_id: ::buffa::alloc::string::String,
+    /// Field 2: `size`
+    #[serde(
+        rename = "size",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_unset_message_field"
+    )]
+    pub size: ::buffa::MessageField<
+        super::super::common::v1::TerminalSize,
+        ::buffa::Inline<super::super::common::v1::TerminalSize>,
+    >,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ResizeExec {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ResizeExec")
+            .field("exec_id", &self.exec_id)
+            .field("size", &self.size)
+            .finish()
+    }
+}
+impl ResizeExec {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ResizeExec";
+}
+::buffa::impl_default_instance!(ResizeExec);
+impl ::buffa::MessageName for ResizeExec {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "ResizeExec";
+    const FULL_NAME: &'static str = "cloister.host.v1.ResizeExec";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ResizeExec";
+}
+impl ::buffa::Message for ResizeExec {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.exec_id.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.exec_id) as u64;
+        }
+        if self.size.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.size.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        __cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.exec_id.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.exec_id, buf);
+        }
+        if self.size.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                2u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.size.write_to(__cache, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.exec_id, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.size.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.exec_id.clear();
+        self.size = ::buffa::MessageField::none();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ResizeExec {
+    const PROTO_FQN: &'static str = "cloister.host.v1.ResizeExec";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for ResizeExec {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __RESIZE_EXEC_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.ResizeExec",
+    to_json: ::buffa::type_registry::any_to_json::<ResizeExec>,
+    from_json: ::buffa::type_registry::any_from_json::<ResizeExec>,
     is_wkt: false,
 };
 #[derive(Clone, PartialEq, Default)]
@@ -4586,6 +4835,14 @@ impl ::buffa::Message for CommandResult {
                         += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::command_result::Result::Resized(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -4662,6 +4919,14 @@ impl ::buffa::Message for CommandResult {
                 __buffa::oneof::command_result::Result::Signaled(x) => {
                     ::buffa::types::put_len_delimited_header(
                         9u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::command_result::Result::Resized(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        10u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -4846,6 +5111,26 @@ impl ::buffa::Message for CommandResult {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.result = ::core::option::Option::Some(
                         __buffa::oneof::command_result::Result::Signaled(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            10u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::command_result::Result::Resized(ref mut existing),
+                ) = self.result
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.result = ::core::option::Option::Some(
+                        __buffa::oneof::command_result::Result::Resized(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -5101,6 +5386,30 @@ impl<'de> ::serde::Deserialize<'de> for CommandResult {
                                 }
                                 __oneof_result = Some(
                                     __buffa::oneof::command_result::Result::Signaled(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "resized" => {
+                            let v: ::core::option::Option<Resized> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            Resized,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_result.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'result'",
+                                        ),
+                                    );
+                                }
+                                __oneof_result = Some(
+                                    __buffa::oneof::command_result::Result::Resized(
                                         ::buffa::alloc::boxed::Box::new(v),
                                     ),
                                 );
@@ -6129,6 +6438,109 @@ pub const __SIGNALED_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::t
     type_url: "type.googleapis.com/cloister.host.v1.Signaled",
     to_json: ::buffa::type_registry::any_to_json::<Signaled>,
     from_json: ::buffa::type_registry::any_from_json::<Signaled>,
+    is_wkt: false,
+};
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct Resized {
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for Resized {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("Resized").finish()
+    }
+}
+impl Resized {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.Resized";
+}
+::buffa::impl_default_instance!(Resized);
+impl ::buffa::MessageName for Resized {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "Resized";
+    const FULL_NAME: &'static str = "cloister.host.v1.Resized";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.Resized";
+}
+impl ::buffa::Message for Resized {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for Resized {
+    const PROTO_FQN: &'static str = "cloister.host.v1.Resized";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for Resized {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __RESIZED_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.Resized",
+    to_json: ::buffa::type_registry::any_to_json::<Resized>,
+    from_json: ::buffa::type_registry::any_from_json::<Resized>,
     is_wkt: false,
 };
 /// A typed refusal or failure of a host.
@@ -7321,6 +7733,14 @@ impl ::buffa::Message for StreamResponse {
                         += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::stream_response::Message::Resize(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -7346,6 +7766,14 @@ impl ::buffa::Message for StreamResponse {
                 __buffa::oneof::stream_response::Message::Signal(x) => {
                     ::buffa::types::put_len_delimited_header(
                         2u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::stream_response::Message::Resize(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        3u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -7401,6 +7829,26 @@ impl ::buffa::Message for StreamResponse {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::stream_response::Message::Signal(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::stream_response::Message::Resize(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::stream_response::Message::Resize(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -7493,6 +7941,30 @@ impl<'de> ::serde::Deserialize<'de> for StreamResponse {
                                 }
                                 __oneof_message = Some(
                                     __buffa::oneof::stream_response::Message::Signal(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "resize" => {
+                            let v: ::core::option::Option<ResizeExec> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            ResizeExec,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::stream_response::Message::Resize(
                                         ::buffa::alloc::boxed::Box::new(v),
                                     ),
                                 );
@@ -11070,6 +11542,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    13u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::command::Command::ResizeExec(
+                                ref mut existing,
+                            ),
+                        ) = view.command
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.command = Some(
+                                super::super::__buffa::view::oneof::command::Command::ResizeExec(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ResizeExecView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -11176,6 +11679,15 @@ pub mod __buffa {
                                         v,
                                     ) => {
                                         super::super::__buffa::oneof::command::Command::WaitExec(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::command::Command::ResizeExec(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::command::Command::ResizeExec(
                                             ::buffa::alloc::boxed::Box::new(
                                                 v.to_owned_from_source(__buffa_src)?,
                                             ),
@@ -11304,6 +11816,16 @@ pub mod __buffa {
                                 += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                                     + inner as u64;
                         }
+                        super::super::__buffa::view::oneof::command::Command::ResizeExec(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
                     }
                 }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -11418,6 +11940,16 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::command::Command::ResizeExec(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                13u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                     }
                 }
                 self.__buffa_unknown_fields.write_to(buf);
@@ -11504,6 +12036,11 @@ pub mod __buffa {
                             v,
                         ) => {
                             __map.serialize_entry("waitExec", v)?;
+                        }
+                        super::super::__buffa::view::oneof::command::Command::ResizeExec(
+                            v,
+                        ) => {
+                            __map.serialize_entry("resizeExec", v)?;
                         }
                     }
                 }
@@ -13503,6 +14040,10 @@ pub mod __buffa {
             pub data: &'a [u8],
             /// Field 4: `eof`
             pub eof: bool,
+            /// Write where the last write ended, whatever `offset` says. Terminals only.
+            ///
+            /// Field 5: `append`
+            pub append: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for WriteStdinView<'a> {
@@ -13569,6 +14110,13 @@ pub mod __buffa {
                         )?;
                         view.eof = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    5u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.append = ::buffa::types::decode_bool(&mut cur)?;
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -13596,6 +14144,7 @@ pub mod __buffa {
                     offset: self.offset,
                     data: (self.data).to_vec(),
                     eof: self.eof,
+                    append: self.append,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -13625,6 +14174,9 @@ pub mod __buffa {
                 if self.eof {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.append {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -13647,6 +14199,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     ::buffa::types::put_bool_field(4u32, self.eof, buf);
+                }
+                if self.append {
+                    ::buffa::types::put_bool_field(5u32, self.append, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -13688,6 +14243,9 @@ pub mod __buffa {
                 }
                 if self.eof {
                     __map.serialize_entry("eof", &self.eof)?;
+                }
+                if self.append {
+                    __map.serialize_entry("append", &self.append)?;
                 }
                 __map.end()
             }
@@ -13802,6 +14360,13 @@ pub mod __buffa {
             pub fn eof(&self) -> bool {
                 self.0.reborrow().eof
             }
+            /// Write where the last write ended, whatever `offset` says. Terminals only.
+            ///
+            /// Field 5: `append`
+            #[must_use]
+            pub fn append(&self) -> bool {
+                self.0.reborrow().append
+            }
         }
         impl ::core::convert::From<::buffa::OwnedView<WriteStdinView<'static>>>
         for WriteStdinOwnedView {
@@ -13826,6 +14391,339 @@ pub mod __buffa {
             type ViewHandle = WriteStdinOwnedView;
         }
         impl ::serde::Serialize for WriteStdinOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct ResizeExecView<'a> {
+            /// Field 1: `exec_id`
+            pub exec_id: &'a str,
+            /// Field 2: `size`
+            pub size: ::buffa::MessageFieldView<
+                super::super::super::super::common::v1::__buffa::view::TerminalSizeView<
+                    'a,
+                >,
+            >,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ResizeExecView<'a> {
+            type Owned = super::super::ResizeExec;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.exec_id = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.size.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.size = ::buffa::MessageFieldView::set(
+                                    <super::super::super::super::common::v1::__buffa::view::TerminalSizeView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::ResizeExec, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::ResizeExec, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ResizeExec {
+                    exec_id: self.exec_id.to_string(),
+                    size: match self.size.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::super::super::common::v1::TerminalSize,
+                                ::buffa::Inline<
+                                    super::super::super::super::common::v1::TerminalSize,
+                                >,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ResizeExecView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.exec_id.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.exec_id) as u64;
+                }
+                if self.size.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.size.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                __cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.exec_id.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.exec_id, buf);
+                }
+                if self.size.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        2u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.size.write_to(__cache, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ResizeExecView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.exec_id) {
+                    __map.serialize_entry("execId", self.exec_id)?;
+                }
+                {
+                    if let ::core::option::Option::Some(__v) = self.size.as_option() {
+                        __map.serialize_entry("size", __v)?;
+                    }
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ResizeExecView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "ResizeExec";
+            const FULL_NAME: &'static str = "cloister.host.v1.ResizeExec";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ResizeExec";
+        }
+        ::buffa::impl_default_view_instance!(ResizeExecView);
+        ::buffa::impl_view_reborrow!(ResizeExecView);
+        /** Self-contained, `'static` owned view of a `ResizeExec` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ResizeExecView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ResizeExecView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ResizeExecOwnedView(::buffa::OwnedView<ResizeExecView<'static>>);
+        impl ResizeExecOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ResizeExec,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizeExecOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ResizeExecView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ResizeExecView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ResizeExec {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `exec_id`
+            #[must_use]
+            pub fn exec_id(&self) -> &'_ str {
+                self.0.reborrow().exec_id
+            }
+            /// Field 2: `size`
+            #[must_use]
+            pub fn size(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::super::super::common::v1::__buffa::view::TerminalSizeView<
+                    '_,
+                >,
+            > {
+                &self.0.reborrow().size
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ResizeExecView<'static>>>
+        for ResizeExecOwnedView {
+            fn from(inner: ::buffa::OwnedView<ResizeExecView<'static>>) -> Self {
+                ResizeExecOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ResizeExecOwnedView>
+        for ::buffa::OwnedView<ResizeExecView<'static>> {
+            fn from(wrapper: ResizeExecOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ResizeExecView<'static>>>
+        for ResizeExecOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ResizeExecView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ResizeExec {
+            type View<'a> = ResizeExecView<'a>;
+            type ViewHandle = ResizeExecOwnedView;
+        }
+        impl ::serde::Serialize for ResizeExecOwnedView {
             fn serialize<__S: ::serde::Serializer>(
                 &self,
                 __s: __S,
@@ -14709,6 +15607,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    10u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::command_result::Result::Resized(
+                                ref mut existing,
+                            ),
+                        ) = view.result
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.result = Some(
+                                super::super::__buffa::view::oneof::command_result::Result::Resized(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ResizedView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -14810,6 +15739,15 @@ pub mod __buffa {
                                         v,
                                     ) => {
                                         super::super::__buffa::oneof::command_result::Result::Signaled(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::command_result::Result::Resized(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::command_result::Result::Resized(
                                             ::buffa::alloc::boxed::Box::new(
                                                 v.to_owned_from_source(__buffa_src)?,
                                             ),
@@ -14919,6 +15857,16 @@ pub mod __buffa {
                                 += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                                     + inner as u64;
                         }
+                        super::super::__buffa::view::oneof::command_result::Result::Resized(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
                     }
                 }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -15017,6 +15965,16 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::command_result::Result::Resized(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                10u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                     }
                 }
                 self.__buffa_unknown_fields.write_to(buf);
@@ -15088,6 +16046,11 @@ pub mod __buffa {
                             v,
                         ) => {
                             __map.serialize_entry("signaled", v)?;
+                        }
+                        super::super::__buffa::view::oneof::command_result::Result::Resized(
+                            v,
+                        ) => {
+                            __map.serialize_entry("resized", v)?;
                         }
                     }
                 }
@@ -17260,6 +18223,239 @@ pub mod __buffa {
                 ::serde::Serialize::serialize(&self.0, __s)
             }
         }
+        #[derive(Clone, Debug, Default)]
+        pub struct ResizedView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ResizedView<'a> {
+            type Owned = super::super::Resized;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::Resized, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::Resized, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::Resized {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ResizedView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ResizedView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ResizedView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "Resized";
+            const FULL_NAME: &'static str = "cloister.host.v1.Resized";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.Resized";
+        }
+        ::buffa::impl_default_view_instance!(ResizedView);
+        ::buffa::impl_view_reborrow!(ResizedView);
+        /** Self-contained, `'static` owned view of a `Resized` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ResizedView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ResizedView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ResizedOwnedView(::buffa::OwnedView<ResizedView<'static>>);
+        impl ResizedOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizedOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizedOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::Resized,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ResizedOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ResizedView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ResizedView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::Resized {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ResizedView<'static>>>
+        for ResizedOwnedView {
+            fn from(inner: ::buffa::OwnedView<ResizedView<'static>>) -> Self {
+                ResizedOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ResizedOwnedView>
+        for ::buffa::OwnedView<ResizedView<'static>> {
+            fn from(wrapper: ResizedOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ResizedView<'static>>>
+        for ResizedOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ResizedView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::Resized {
+            type View<'a> = ResizedView<'a>;
+            type ViewHandle = ResizedOwnedView;
+        }
+        impl ::serde::Serialize for ResizedOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
         /// A typed refusal or failure of a host.
         #[derive(Clone, Debug, Default)]
         pub struct HostErrorView<'a> {
@@ -19235,6 +20431,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::stream_response::Message::Resize(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::stream_response::Message::Resize(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ResizeExecView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -19286,6 +20513,15 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::stream_response::Message::Resize(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::stream_response::Message::Resize(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                 },
                             )
                         }
@@ -19318,6 +20554,16 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::stream_response::Message::Signal(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::Resize(
                             x,
                         ) => {
                             let __slot = __cache.reserve();
@@ -19362,6 +20608,16 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::stream_response::Message::Resize(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                3u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                     }
                 }
                 self.__buffa_unknown_fields.write_to(buf);
@@ -19396,6 +20652,11 @@ pub mod __buffa {
                             v,
                         ) => {
                             __map.serialize_entry("signal", v)?;
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::Resize(
+                            v,
+                        ) => {
+                            __map.serialize_entry("resize", v)?;
                         }
                     }
                 }
@@ -19646,6 +20907,11 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::WaitExecView<'a>,
                         >,
                     ),
+                    ResizeExec(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ResizeExecView<'a>,
+                        >,
+                    ),
                 }
             }
             pub mod command_result {
@@ -19703,6 +20969,11 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::SignaledView<'a>,
                         >,
                     ),
+                    Resized(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ResizedView<'a>,
+                        >,
+                    ),
                 }
             }
             pub mod stream_request {
@@ -19756,6 +21027,11 @@ pub mod __buffa {
                     Signal(
                         ::buffa::alloc::boxed::Box<
                             super::super::super::super::__buffa::view::SignalExecView<'a>,
+                        >,
+                    ),
+                    Resize(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ResizeExecView<'a>,
                         >,
                     ),
                 }
@@ -19923,6 +21199,7 @@ pub mod __buffa {
                 WriteStdin(::buffa::alloc::boxed::Box<super::super::super::WriteStdin>),
                 SignalExec(::buffa::alloc::boxed::Box<super::super::super::SignalExec>),
                 WaitExec(::buffa::alloc::boxed::Box<super::super::super::WaitExec>),
+                ResizeExec(::buffa::alloc::boxed::Box<super::super::super::ResizeExec>),
             }
             impl ::buffa::Oneof for Command {}
             impl From<super::super::super::CreateSandbox> for Command {
@@ -20023,6 +21300,17 @@ pub mod __buffa {
                     Self::Some(Command::from(v))
                 }
             }
+            impl From<super::super::super::ResizeExec> for Command {
+                fn from(v: super::super::super::ResizeExec) -> Self {
+                    Self::ResizeExec(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ResizeExec>
+            for ::core::option::Option<Command> {
+                fn from(v: super::super::super::ResizeExec) -> Self {
+                    Self::Some(Command::from(v))
+                }
+            }
             impl ::serde::Serialize for Command {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -20058,6 +21346,9 @@ pub mod __buffa {
                         Self::WaitExec(v) => {
                             map.serialize_entry("waitExec", &**v)?;
                         }
+                        Self::ResizeExec(v) => {
+                            map.serialize_entry("resizeExec", &**v)?;
+                        }
                     }
                     map.end()
                 }
@@ -20082,6 +21373,7 @@ pub mod __buffa {
                     ::buffa::alloc::boxed::Box<super::super::super::StdinWritten>,
                 ),
                 Signaled(::buffa::alloc::boxed::Box<super::super::super::Signaled>),
+                Resized(::buffa::alloc::boxed::Box<super::super::super::Resized>),
             }
             impl ::buffa::Oneof for Result {}
             impl From<super::super::super::HostError> for Result {
@@ -20170,6 +21462,16 @@ pub mod __buffa {
                     Self::Some(Result::from(v))
                 }
             }
+            impl From<super::super::super::Resized> for Result {
+                fn from(v: super::super::super::Resized) -> Self {
+                    Self::Resized(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::Resized> for ::core::option::Option<Result> {
+                fn from(v: super::super::super::Resized) -> Self {
+                    Self::Some(Result::from(v))
+                }
+            }
             impl ::serde::Serialize for Result {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -20201,6 +21503,9 @@ pub mod __buffa {
                         }
                         Self::Signaled(v) => {
                             map.serialize_entry("signaled", &**v)?;
+                        }
+                        Self::Resized(v) => {
+                            map.serialize_entry("resized", &**v)?;
                         }
                     }
                     map.end()
@@ -20322,6 +21627,7 @@ pub mod __buffa {
             pub enum Message {
                 Stdin(::buffa::alloc::boxed::Box<super::super::super::WriteStdin>),
                 Signal(::buffa::alloc::boxed::Box<super::super::super::SignalExec>),
+                Resize(::buffa::alloc::boxed::Box<super::super::super::ResizeExec>),
             }
             impl ::buffa::Oneof for Message {}
             impl From<super::super::super::WriteStdin> for Message {
@@ -20346,6 +21652,17 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::ResizeExec> for Message {
+                fn from(v: super::super::super::ResizeExec) -> Self {
+                    Self::Resize(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ResizeExec>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ResizeExec) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
             impl ::serde::Serialize for Message {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -20359,6 +21676,9 @@ pub mod __buffa {
                         }
                         Self::Signal(v) => {
                             map.serialize_entry("signal", &**v)?;
+                        }
+                        Self::Resize(v) => {
+                            map.serialize_entry("resize", &**v)?;
                         }
                     }
                     map.end()
@@ -20383,6 +21703,7 @@ pub mod __buffa {
         reg.register_json_any(super::__GET_EXEC_JSON_ANY);
         reg.register_json_any(super::__LIST_EXECS_JSON_ANY);
         reg.register_json_any(super::__WRITE_STDIN_JSON_ANY);
+        reg.register_json_any(super::__RESIZE_EXEC_JSON_ANY);
         reg.register_json_any(super::__SIGNAL_EXEC_JSON_ANY);
         reg.register_json_any(super::__WAIT_EXEC_JSON_ANY);
         reg.register_json_any(super::__COMMAND_RESULT_JSON_ANY);
@@ -20393,6 +21714,7 @@ pub mod __buffa {
         reg.register_json_any(super::__EXEC_LIST_JSON_ANY);
         reg.register_json_any(super::__STDIN_WRITTEN_JSON_ANY);
         reg.register_json_any(super::__SIGNALED_JSON_ANY);
+        reg.register_json_any(super::__RESIZED_JSON_ANY);
         reg.register_json_any(super::__HOST_ERROR_JSON_ANY);
         reg.register_json_any(super::__OPEN_STREAM_JSON_ANY);
         reg.register_json_any(super::__STREAM_REQUEST_JSON_ANY);
@@ -20462,6 +21784,10 @@ pub use self::__buffa::view::WriteStdinView;
 #[doc(inline)]
 pub use self::__buffa::view::WriteStdinOwnedView;
 #[doc(inline)]
+pub use self::__buffa::view::ResizeExecView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizeExecOwnedView;
+#[doc(inline)]
 pub use self::__buffa::view::SignalExecView;
 #[doc(inline)]
 pub use self::__buffa::view::SignalExecOwnedView;
@@ -20501,6 +21827,10 @@ pub use self::__buffa::view::StdinWrittenOwnedView;
 pub use self::__buffa::view::SignaledView;
 #[doc(inline)]
 pub use self::__buffa::view::SignaledOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizedView;
+#[doc(inline)]
+pub use self::__buffa::view::ResizedOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::HostErrorView;
 #[doc(inline)]

@@ -12,6 +12,7 @@ use async_trait::async_trait;
 use cloister_sandbox::backend::{
     Backend, Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming,
 };
+use cloister_types::exec::TerminalSize;
 use cloister_types::exec::{ExecRecord, OUTPUT_FRAME_MAX_BYTES};
 use cloister_types::session::Reason;
 use cloister_types::{
@@ -138,6 +139,12 @@ impl Execs {
         let all = self.all.lock().unwrap();
         let found = all.iter().find(|exec| exec.record.lock().unwrap().exec_id == *exec_id);
         found.cloned().ok_or_else(|| SandboxError::NotFound(format!("exec `{exec_id}`")))
+    }
+
+    fn on_terminal(&self, exec_id: &ExecId) -> Result<Arc<Exec>, SandboxError> {
+        let exec = self.find(exec_id)?;
+        let has_terminal = exec.record.lock().unwrap().spec.terminal.is_some();
+        has_terminal.then_some(exec).ok_or_else(|| SandboxError::Invalid("no terminal".to_owned()))
     }
 }
 
@@ -316,7 +323,7 @@ impl Sandbox for HeldSandbox {
         };
         let exec = Arc::new(Exec {
             record: Mutex::new(record.clone()),
-            output: watch::Sender::new(Output { stdin_closed: !spec.stdin, ..Output::default() }),
+            output: watch::Sender::new(Output { stdin_closed: !spec.has_stdin(), ..Output::default() }),
             asked: AtomicU64::new(0),
             readers: AtomicU64::new(0),
         });
@@ -370,6 +377,24 @@ impl Sandbox for HeldSandbox {
             exec.exit(ExitReason::Exited, 0);
         }
         result
+    }
+
+    async fn type_input(&self, exec_id: &ExecId, data: &[u8], end: bool) -> Result<(), SandboxError> {
+        self.alive()?;
+        let exec = self.execs.on_terminal(exec_id)?;
+        exec.output.send_modify(|output| output.bytes.extend_from_slice(data));
+        if end {
+            exec.exit(ExitReason::Exited, 0);
+        }
+        Ok(())
+    }
+
+    async fn resize(&self, exec_id: &ExecId, size: TerminalSize) -> Result<(), SandboxError> {
+        self.alive()?;
+        let exec = self.execs.on_terminal(exec_id)?;
+        let seen = format!("{}x{}\n", size.columns, size.rows);
+        exec.output.send_modify(|output| output.bytes.extend_from_slice(seen.as_bytes()));
+        Ok(())
     }
 
     async fn signal(&self, exec_id: &ExecId, signal: i32) -> Result<(), SandboxError> {

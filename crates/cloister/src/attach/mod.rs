@@ -1,7 +1,8 @@
 //! One exec seen from here: its output streamed out, our input streamed in, our signals passed on.
 //!
 //! ```text
-//!  stdin ─ thread ─► WriteStdin(offset)       every chunk is repeated until the answer covers it
+//!  stdin ─ thread ─► WriteStdin(offset)       every chunk is repeated until the answer covers it   (input)
+//!  keys, size ────► AttachExec(stdin, resize) of a terminal; the detach keys end the watching      (keyboard)
 //!  Ctrl-C ────────► SignalExec
 //!  AttachExec(start) ─► frames ─► stdout, stderr
 //!        ▲ cut           │
@@ -12,21 +13,24 @@
 //! offset, so that output is printed once and in order. Input goes in calls of its own, whose answers say how
 //! far it got, so that a cut loses none of it and repeats none.
 
-use std::io::{self, Read};
+mod input;
+pub(crate) mod keyboard;
+
+use std::collections::VecDeque;
+use std::io;
 use std::time::Duration;
 
 use cloister_api::app::attach_exec_request::Request;
 use cloister_api::app::attach_exec_response::Response;
-use cloister_api::app::{
-    AttachExecRequest, AttachExecResponse, AttachStart, SignalExecRequest, WriteStdinRequest,
-};
+use cloister_api::app::{AttachExecRequest, AttachExecResponse, AttachStart, AttachStdin, SignalExecRequest};
 use cloister_api::common::output_frame::Frame;
 use cloister_api::common::{Exec, ExecExit, ExecSpec, OutputFrame, OutputStream};
 use connectrpc::client::CallOptions;
 use connectrpc::{ConnectError, ErrorCode};
 use tokio::io::AsyncWriteExt;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
+use self::keyboard::{Keyboard, Typed};
 use crate::client::{self, Client};
 use crate::error::CliError;
 use crate::interrupt::Interrupts;
@@ -34,12 +38,8 @@ use crate::terminal::Terminal;
 
 /// Pauses before a cut stream is taken up again; they start over whenever output arrived.
 const REATTACH_PAUSES_MS: [u64; 6] = [50, 200, 500, 1000, 2000, 4000];
-/// Bytes of input per call.
-const STDIN_CHUNK_BYTES: usize = 64 * 1024;
-/// Chunks of input read ahead.
-const STDIN_QUEUE: usize = 4;
-/// Pause before input is offered again to a program that does not read.
-const STDIN_PAUSE: Duration = Duration::from_millis(20);
+/// Things typed that are kept while the stream is cut.
+const TYPED_MAX: usize = 64;
 /// `SIGPIPE`: what a program gets whose output nobody reads.
 const SIGPIPE: i32 = 13;
 
@@ -50,6 +50,15 @@ pub(crate) enum Interrupt {
     Forward(i32),
     /// Stop waiting.
     Leave,
+}
+
+/// How watching an exec came to its end.
+#[derive(Debug)]
+pub(crate) enum Ended {
+    /// The exec has ended.
+    Exit(Box<ExecExit>),
+    /// The detach keys were typed; the exec runs on.
+    Detached,
 }
 
 /// Streams an exec to its end.
@@ -64,10 +73,14 @@ pub(crate) struct Attachment<'a> {
     exec: Option<Exec>,
     /// A signal that came before the exec had started: sent as soon as it has.
     held_signal: Option<i32>,
+    /// Of an exec with a terminal.
+    keyboard: Option<Keyboard>,
+    /// What was typed while there was nowhere to send it.
+    typed: VecDeque<Typed>,
 }
 
 enum Step {
-    Exit(Box<ExecExit>),
+    Ended(Ended),
     Cut(ConnectError),
 }
 
@@ -84,7 +97,28 @@ impl<'a> Attachment<'a> {
             next_offset: 0,
             exec: None,
             held_signal: None,
+            keyboard: None,
+            typed: VecDeque::new(),
         }
+    }
+
+    /// Prepares to watch an exec that was started before, from an offset on.
+    pub(crate) fn existing(
+        client: &'a Client,
+        terminal: Terminal,
+        session: &str,
+        exec: Exec,
+        next_offset: u64,
+    ) -> Self {
+        let spec = ExecSpec::default();
+        Self { exec: Some(exec), next_offset, ..Self::new(client, terminal, session, spec) }
+    }
+
+    /// Passes on what is typed here, as to a terminal.
+    pub(crate) fn with_keyboard(self, keyboard: Option<Keyboard>) -> Self {
+        // Input that is typed has no offsets.
+        let stdin = self.stdin && keyboard.is_none() && self.spec.terminal.is_unset();
+        Self { keyboard, stdin, ..self }
     }
 
     /// Returns the exec once it is known to have started.
@@ -92,17 +126,20 @@ impl<'a> Attachment<'a> {
         self.exec.as_ref()
     }
 
-    /// Streams until the exit record.
+    /// Streams until the exit record, or until the detach keys are typed.
     ///
     /// # Errors
     ///
     /// [`CliError::Interrupted`] when `interrupts` said to leave, [`CliError::BrokenPipe`] when nobody reads our
     /// output (the program was sent `SIGPIPE`), else why the stream could not be taken up again.
-    pub(crate) async fn run(&mut self, interrupts: &mut Interrupts) -> Result<ExecExit, CliError> {
+    pub(crate) async fn run(&mut self, interrupts: &mut Interrupts) -> Result<Ended, CliError> {
+        if self.keyboard.is_some() {
+            interrupts.leave_on_hangup();
+        }
         let (started, is_started) = watch::channel(None);
         let terminal = self.terminal;
         let mut is_pumping = self.stdin;
-        let input = pump(self.client, self.session.clone(), is_started);
+        let input = input::pump(self.client, self.session.clone(), is_started);
         let output = self.output(interrupts, &started);
         tokio::pin!(input, output);
         loop {
@@ -123,12 +160,12 @@ impl<'a> Attachment<'a> {
         &mut self,
         interrupts: &mut Interrupts,
         started: &watch::Sender<Option<String>>,
-    ) -> Result<ExecExit, CliError> {
+    ) -> Result<Ended, CliError> {
         let mut cuts = 0;
         loop {
             let offset_before = self.next_offset;
             let cut = match self.stream(interrupts, started).await {
-                Ok(Step::Exit(exit)) => return Ok(*exit),
+                Ok(Step::Ended(ended)) => return Ok(ended),
                 Ok(Step::Cut(error)) => error,
                 Err(CliError::BrokenPipe) => {
                     // As locally: the program learns that nobody reads. Whether it heard does not change our end.
@@ -144,11 +181,19 @@ impl<'a> Attachment<'a> {
                 return Err(self.client.error(&cut));
             };
             cuts += 1;
-            tokio::select! {
-                () = tokio::time::sleep(Duration::from_millis(*pause)) => {}
-                interrupt = interrupts.next() => match interrupt {
-                    Interrupt::Leave => return Err(CliError::Interrupted),
-                    Interrupt::Forward(signal) => self.hold(signal),
+            let pause = tokio::time::sleep(Duration::from_millis(*pause));
+            tokio::pin!(pause);
+            loop {
+                tokio::select! {
+                    () = &mut pause => break,
+                    interrupt = interrupts.next() => match interrupt {
+                        Interrupt::Leave => return Err(CliError::Interrupted),
+                        Interrupt::Forward(signal) => self.hold(signal),
+                    },
+                    typed = next_typed(&mut self.keyboard), if self.typed.len() < TYPED_MAX => match typed? {
+                        Typed::Detach => return Ok(Ended::Detached),
+                        typed => self.typed.push_back(typed),
+                    }
                 }
             }
         }
@@ -181,12 +226,19 @@ impl<'a> Attachment<'a> {
         let first = AttachExecRequest { request: Some(Request::from(start)), ..Default::default() };
         // The receiving half knows why, when the server has closed the stream.
         let _ = sender.send(first).await;
+        // The size may have changed while nobody was attached, and another viewer may have had another one.
+        if let Some(size) = self.keyboard.as_ref().and_then(Keyboard::size) {
+            let _ = sender.send(Typed::Size(size).into_request()).await;
+        }
         loop {
+            while let Some(typed) = self.typed.pop_front() {
+                let _ = sender.send(typed.into_request()).await;
+            }
             tokio::select! {
                 message = receiver.message() => match message {
                     Ok(Some(message)) => {
                         if let Some(exit) = self.handle(message.to_owned_message()).await? {
-                            return Ok(Step::Exit(Box::new(exit)));
+                            return Ok(Step::Ended(Ended::Exit(Box::new(exit))));
                         }
                         if let Some(exec) = &self.exec {
                             started.send_if_modified(|id| {
@@ -206,6 +258,10 @@ impl<'a> Attachment<'a> {
                         self.hold(signal);
                         self.send_held().await;
                     }
+                },
+                typed = next_typed(&mut self.keyboard) => match typed? {
+                    Typed::Detach => return Ok(Step::Ended(Ended::Detached)),
+                    typed => self.typed.push_back(typed),
                 },
             }
         }
@@ -270,6 +326,27 @@ impl<'a> Attachment<'a> {
             .call(&client::quick(), || execs.signal_exec_with_options(request.clone(), client::quick()))
             .await
             .map(|_| ())
+    }
+}
+
+/// Returns what is typed next; never where nobody types.
+async fn next_typed(keyboard: &mut Option<Keyboard>) -> Result<Typed, CliError> {
+    match keyboard {
+        Some(keyboard) => keyboard.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Typed {
+    /// Returns the message that carries it.
+    fn into_request(self) -> AttachExecRequest {
+        let typed = |data, eof| AttachStdin { data, eof, append: true, ..Default::default() };
+        let request = match self {
+            Self::Bytes(data) => Request::from(typed(data, false)),
+            Self::End | Self::Detach => Request::from(typed(Vec::new(), true)),
+            Self::Size(size) => Request::from(size),
+        };
+        AttachExecRequest { request: Some(request), ..Default::default() }
     }
 }
 
@@ -347,89 +424,6 @@ pub(crate) async fn print_frame(
 async fn write_all(mut to: impl tokio::io::AsyncWrite + Unpin, bytes: &[u8]) -> io::Result<()> {
     to.write_all(bytes).await?;
     to.flush().await
-}
-
-/// Reads standard input on a thread of its own: a read that blocks for ever must not hold up anything else. The
-/// thread ends with the process.
-fn read_stdin() -> mpsc::Receiver<io::Result<Vec<u8>>> {
-    let (sender, chunks) = mpsc::channel(STDIN_QUEUE);
-    let read = move || {
-        let mut stdin = io::stdin().lock();
-        loop {
-            let mut chunk = vec![0; STDIN_CHUNK_BYTES];
-            let result = match stdin.read(&mut chunk) {
-                Ok(count) => {
-                    chunk.truncate(count);
-                    Ok(chunk)
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => Err(error),
-            };
-            let is_last = result.as_ref().map_or(true, Vec::is_empty);
-            if sender.blocking_send(result).is_err() || is_last {
-                return;
-            }
-        }
-    };
-    std::thread::Builder::new().name("stdin".into()).spawn(read).expect("a process can have a second thread");
-    chunks
-}
-
-/// Passes standard input on until its end, once the exec has started.
-async fn pump(
-    client: &Client,
-    session: String,
-    mut started: watch::Receiver<Option<String>>,
-) -> Result<(), CliError> {
-    let Ok(exec_id) = started.wait_for(Option::is_some).await.map(|id| id.clone().unwrap_or_default()) else {
-        return Ok(());
-    };
-    let execs = client.api().execs();
-    let mut chunks = read_stdin();
-    let mut offset = 0_u64;
-    loop {
-        let mut data = match chunks.recv().await {
-            Some(chunk) => chunk.map_err(CliError::io("read standard input"))?,
-            None => Vec::new(),
-        };
-        let eof = data.is_empty();
-        loop {
-            let request = WriteStdinRequest {
-                session: session.clone(),
-                exec_id: exec_id.clone(),
-                offset,
-                data: data.clone(),
-                eof,
-                ..Default::default()
-            };
-            let end = offset.saturating_add(u64::try_from(data.len()).expect("a length fits 64 bits"));
-            match execs.write_stdin_with_options(request, client::quick()).await {
-                Ok(answer) => {
-                    let next = answer.into_owned().next_offset.clamp(offset, end);
-                    if next == end {
-                        offset = end;
-                        break;
-                    }
-                    let arrived = usize::try_from(next - offset).expect("no longer than the chunk");
-                    data.drain(..arrived);
-                    offset = next;
-                    if arrived == 0 {
-                        // The program is not reading, and its host has buffered what it may.
-                        tokio::time::sleep(STDIN_PAUSE).await;
-                    }
-                }
-                // The program has closed its input or ended: there is nobody to write to.
-                Err(error) if error.code == ErrorCode::FailedPrecondition => return Ok(()),
-                Err(error) if is_cut(&error) || error.code == ErrorCode::ResourceExhausted => {
-                    tokio::time::sleep(STDIN_PAUSE).await;
-                }
-                Err(error) => return Err(client.error(&error)),
-            }
-        }
-        if eof {
-            return Ok(());
-        }
-    }
 }
 
 #[cfg(test)]
