@@ -6,10 +6,10 @@
 # the private database, and Python for the scene's program.
 # shellcheck disable=SC2034  # used by the scripts that source this
 RUN_PACKAGES=(ca-certificates curl e2fsprogs gcc libc6-dev pkg-config python3 util-linux)
-# What ./test needs beyond that: the tools' virtual environment, the linter of scripts, and ps for the tests that
-# look for leftovers.
+# What ./test needs beyond that: the tools' virtual environment, the linter of scripts, ps and top for the tests that
+# look for leftovers, and what the tests of terminals use.
 # shellcheck disable=SC2034  # used by ./test
-TEST_PACKAGES=(procps python3-venv shellcheck)
+TEST_PACKAGES=(ncurses-base procps python3-venv shellcheck tmux vim)
 
 as_root() {
     if ((EUID == 0)); then

@@ -36,6 +36,7 @@ pub(crate) struct Keyboard {
     resized: Signal,
     detach: DetachKeys,
     has_detached: bool,
+    ends: bool,
     _raw: Option<RawMode>,
 }
 
@@ -54,7 +55,12 @@ impl Keyboard {
         let raw =
             if is_raw { RawMode::enter().map_err(CliError::io("make the terminal raw"))? } else { None };
         let chunks = types.then(read_stdin);
-        Ok(Self { chunks, resized, detach, has_detached: false, _raw: raw })
+        Ok(Self { chunks, resized, detach, has_detached: false, ends: true, _raw: raw })
+    }
+
+    /// Keeps the end of our standard input to ourselves: others may type on.
+    pub(crate) fn without_end(self) -> Self {
+        Self { ends: false, ..self }
     }
 
     /// Returns the window's size; nothing where there is no window.
@@ -87,7 +93,10 @@ impl Keyboard {
                     let data = chunk.transpose().map_err(CliError::io("read standard input"))?.unwrap_or_default();
                     if data.is_empty() {
                         self.chunks = None;
-                        return Ok(Typed::End);
+                        if self.ends {
+                            return Ok(Typed::End);
+                        }
+                        continue;
                     }
                     let (keys, is_detach) = self.detach.filter(data);
                     self.has_detached = is_detach;

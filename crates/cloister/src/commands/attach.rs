@@ -53,7 +53,7 @@ impl AttachArgs {
         let mut interrupts = Interrupts::listen()?;
         let has_terminal = found.spec.terminal.is_set() && found.exit.is_unset();
         let keyboard = if has_terminal && !self.read_only {
-            Some(Keyboard::take(terminal, self.detach_keys.detach_keys, true)?)
+            Some(Keyboard::take(terminal, self.detach_keys.detach_keys, true)?.without_end())
         } else {
             None
         };

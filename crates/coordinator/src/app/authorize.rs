@@ -39,6 +39,8 @@ actions! {
     ExecList = "exec.list",
     /// Reads an exec's output.
     ExecRead = "exec.read",
+    /// Changes the size of an exec's terminal.
+    ExecResize = "exec.resize",
     /// Signals an exec.
     ExecSignal = "exec.signal",
     /// Starts an exec, or takes one up.
@@ -203,6 +205,7 @@ pub fn authorize(
         | Action::ExecGet
         | Action::ExecList
         | Action::ExecRead
+        | Action::ExecResize
         | Action::ExecSignal
         | Action::ExecStart
         | Action::ExecWait

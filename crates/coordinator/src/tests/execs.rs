@@ -8,10 +8,11 @@ use cloister_api::app::attach_exec_request::Request;
 use cloister_api::app::attach_exec_response::Response;
 use cloister_api::app::{
     AttachExecRequest, AttachStart, AttachStdin, GetExecRequest, ListExecsRequest, PauseSessionRequest,
-    ReadOutputRequest, Session, SignalExecRequest, StartExecRequest, WaitExecRequest, WriteStdinRequest,
+    ReadOutputRequest, ResizeExecRequest, Session, SignalExecRequest, StartExecRequest, WaitExecRequest,
+    WriteStdinRequest,
 };
 use cloister_api::common::output_frame::Frame;
-use cloister_api::common::{ExecExit, ExecState, ExitReason, OutputFrame};
+use cloister_api::common::{ExecExit, ExecSpec, ExecState, ExitReason, OutputFrame, TerminalSize};
 use cloister_api::connection::Connection;
 use connectrpc::{ConnectError, ErrorCode};
 
@@ -188,6 +189,68 @@ async fn signals_end_an_exec_on_its_stream_and_by_a_call() {
     owner.execs().signal_exec(signal).await.expect("signal");
     let (_, exit) = read(&owner, output(&session.id, &exec.id)).await.expect("read");
     assert_eq!(exit.expect("the exit").code, 137);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_several_type_and_a_new_size_reach_the_host_in_order() {
+    let Some(Scene { coordinator: _coordinator, host: _host, owner, session }) = Scene::start().await else {
+        return;
+    };
+    let size = |rows, columns| TerminalSize { rows, columns, ..Default::default() };
+    let mut started = start("e1", &session.id, &["cat"]);
+    started.spec = ExecSpec { terminal: size(24, 80).into(), ..started.spec.into_option().unwrap() }.into();
+    let exec = owner.execs().start_exec(started).await.expect("start").into_owned().exec;
+    assert_eq!(exec.spec.terminal.columns, 80);
+    let typed =
+        |data: &[u8], eof| AttachStdin { data: data.to_vec(), eof, append: true, ..Default::default() };
+    let take_up = AttachStart { session: session.id.clone(), exec_id: exec.id.clone(), ..Default::default() };
+    let stream = owner.streams().attach_exec().await.expect("attach");
+    let (mut send, mut receive) = stream.into_split();
+    let requests = [
+        Request::from(take_up),
+        Request::from(typed(b"one ", false)),
+        Request::from(size(30, 100)),
+        Request::from(typed(b"two", false)),
+    ];
+    for request in requests {
+        send.send(AttachExecRequest { request: Some(request), ..Default::default() }).await.expect("send");
+    }
+    let mut bytes = Vec::new();
+    while !bytes.ends_with(b"two") {
+        let message = receive.message().await.expect("well").expect("more").to_owned_message();
+        if let Some(Response::Frame(frame)) = message.response {
+            assert!(collect(*frame, &mut bytes).is_none());
+        }
+    }
+    // And by calls, as another viewer would.
+    let resize = ResizeExecRequest {
+        session: session.id.clone(),
+        exec_id: exec.id.clone(),
+        size: size(50, 200).into(),
+        ..Default::default()
+    };
+    owner.execs().resize_exec(resize.clone()).await.expect("resize");
+    let write = WriteStdinRequest {
+        session: session.id.clone(),
+        exec_id: exec.id.clone(),
+        data: b"three".to_vec(),
+        append: true,
+        eof: true,
+        ..Default::default()
+    };
+    owner.execs().write_stdin(write).await.expect("type");
+    let (bytes, exit) = read(&owner, output(&session.id, &exec.id)).await.expect("read");
+    let text = String::from_utf8(bytes).unwrap();
+    assert_eq!((text.as_str(), exit.is_some()), ("one [100x30]two[200x50]three", true));
+
+    for (rows, columns) in [(0, 80), (24, 0), (4097, 1), (1, u32::MAX)] {
+        let wrong = ResizeExecRequest { size: size(rows, columns).into(), ..resize.clone() };
+        assert_code(owner.execs().resize_exec(wrong).await, "CL1003", ErrorCode::InvalidArgument);
+        let mut wrong = start("e2", &session.id, &["cat"]);
+        wrong.spec =
+            ExecSpec { terminal: size(rows, columns).into(), ..wrong.spec.into_option().unwrap() }.into();
+        assert_code(owner.execs().start_exec(wrong).await, "CL1003", ErrorCode::InvalidArgument);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,9 +7,11 @@ use std::sync::atomic::Ordering;
 use crate::support::backend::HeldBackend;
 use crate::support::coordinator::{Coordinator, LinkPeer, StreamPeer, kind_of};
 use crate::support::{Host, config, create, start, until};
-use cloister_api::common::{ExitReason, output_frame::Frame};
+use cloister_api::common::{ExecSpec, ExitReason, TerminalSize, output_frame::Frame};
 use cloister_api::host::stream_request::Message;
-use cloister_api::host::{GetExec, HostErrorKind, OpenStream, SignalExec, StopSandbox, WriteStdin};
+use cloister_api::host::{
+    GetExec, HostErrorKind, OpenStream, ResizeExec, SignalExec, StopSandbox, WriteStdin,
+};
 use cloister_types::session::Reason;
 use cloister_types::{BackendKind, ExecId, SandboxId, SessionId};
 use tempfile::TempDir;
@@ -173,6 +175,36 @@ async fn a_program_that_does_not_read_cannot_hold_back_its_signals() {
     stream.send(SignalExec { signal: 2, ..Default::default() }).await;
     let (_, last) = drain(&mut stream, 0).await;
     assert_eq!(exit_of(&last).reason.as_known(), Some(ExitReason::Signaled));
+    setup.host.stop_with(setup.link).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_terminal_takes_input_without_offsets_and_sizes_after_it() {
+    let mut setup = setup().await;
+    let exec = ExecId::generate();
+    let size = TerminalSize { rows: 30, columns: 100, ..Default::default() };
+    let mut begin = start(&exec, &["cat"], false);
+    begin.spec = ExecSpec { terminal: size.clone().into(), ..begin.spec.into_option().unwrap() }.into();
+    let session = setup.session.clone();
+    setup.link.ask(&session, 1, begin).await.unwrap();
+    let typed = |data: &str, eof| WriteStdin { append: true, ..stdin(0, data, eof) };
+    let mut stream = setup.read(&exec, 0, false).await;
+    stream.send(typed("one ", false)).await;
+    stream.send(ResizeExec { size: size.into(), ..Default::default() }).await;
+    stream.send(typed("two", true)).await;
+    let (bytes, last) = drain(&mut stream, 0).await;
+    // A size waits for the input before it, for a while; input waits for no size.
+    let text = String::from_utf8(bytes).unwrap();
+    let possible = ["one 100x30\ntwo", "one two100x30\n", "one two"];
+    assert!(possible.contains(&text.as_str()), "{text:?}");
+    assert_eq!(exit_of(&last).code, 0);
+
+    let plain = ExecId::generate();
+    let mut stream = setup.run(&plain, &["cat"], true).await;
+    stream.send(typed("x", false)).await;
+    let (_, last) = drain(&mut stream, 0).await;
+    let Message::Error(error) = last else { panic!("{last:?}") };
+    assert_eq!(kind_of(&error), HostErrorKind::Invalid);
     setup.host.stop_with(setup.link).await.unwrap();
 }
 
