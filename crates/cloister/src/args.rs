@@ -171,11 +171,11 @@ fn parse_name(text: &str) -> Result<String, String> {
     cloister_types::name::validate_name(text).map(|()| text.to_owned()).map_err(|error| error.to_string())
 }
 
-/// Parses `KEY=VALUE`; the value may be empty and may hold more `=`.
+/// Parses `NAME=VALUE`; the value may be empty and may hold more `=`.
 pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
-        _ => Err("expected `NAME=VALUE`".to_owned()),
+        _ => Err("expected a name and a value with `=` between them".to_owned()),
     }
 }
 

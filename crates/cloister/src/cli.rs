@@ -7,11 +7,12 @@ use crate::commands;
 use crate::context::{self, ContextFile, Overrides, Target};
 use crate::error::CliError;
 use crate::supervisor::account::Account;
+use crate::supervisor::record::UpRecord;
 use crate::terminal::Terminal;
 
 /// Runs programs and AI agents, each alone in a sandbox
 #[derive(Debug, Parser)]
-#[command(name = "cloister", version, propagate_version = true, disable_help_subcommand = true)]
+#[command(name = "cloister", version, propagate_version = true)]
 pub(crate) struct Cli {
     #[command(flatten)]
     pub(crate) global: GlobalArgs,
@@ -46,6 +47,7 @@ pub(crate) enum Command {
     Exec(commands::exec::ExecArgs),
     Shell(commands::shell::ShellArgs),
     Attach(commands::attach::AttachArgs),
+    Kill(commands::kill::KillArgs),
     Logs(commands::logs::LogsArgs),
     Ps(commands::ps::PsArgs),
     #[command(subcommand)]
@@ -106,6 +108,21 @@ impl Invocation {
         file.resolve(&self.overrides)
     }
 
+    /// Returns where calls go that are about what runs here: to it, unless another one is named.
+    ///
+    /// # Errors
+    ///
+    /// As [`Invocation::target`].
+    pub(crate) fn target_here(&self, up: Option<&UpRecord>) -> Result<Target, CliError> {
+        let Overrides { context, endpoint, token } = &self.overrides;
+        let is_named = context.is_some() || endpoint.is_some() || token.is_some();
+        let own = up.filter(|_| !is_named).and_then(|up| {
+            let file = ContextFile::load(&context::config_path().ok()?).ok()?;
+            file.of_endpoint(&up.context, &up.endpoint)
+        });
+        own.map_or_else(|| self.target(), Ok)
+    }
+
     /// Returns a connection to the coordinator.
     ///
     /// # Errors
@@ -145,6 +162,7 @@ impl Command {
             Self::Exec(args) => args.run(invocation).await,
             Self::Shell(args) => args.run(invocation).await,
             Self::Attach(args) => args.run(invocation).await,
+            Self::Kill(args) => args.run(invocation).await,
             Self::Logs(args) => args.run(invocation).await,
             Self::Ps(args) => args.run(invocation).await,
             Self::Session(command) => command.run(invocation).await,

@@ -156,6 +156,16 @@ impl ContextFile {
             (Some(endpoint), _) => endpoint.trim_end_matches('/').to_owned(),
             (None, Some(context)) => context.endpoint.trim_end_matches('/').to_owned(),
             (None, None) => {
+                if !self.contexts.is_empty() {
+                    let names: Vec<&str> = self.contexts.keys().map(String::as_str).collect();
+                    return Err(CliError::refused(
+                        "no context is the current one",
+                        format!(
+                            "choose one with `cloister context use NAME`; there is: {}",
+                            names.join(", ")
+                        ),
+                    ));
+                }
                 return Err(CliError::refused(
                     "no coordinator is configured",
                     format!(
@@ -177,6 +187,16 @@ impl ContextFile {
             }
         };
         Ok(Target { context: stored.and(named), endpoint, token })
+    }
+
+    /// Returns where calls go that are about the coordinator at `endpoint`, if the context `name` knows it.
+    pub(crate) fn of_endpoint(&self, name: &str, endpoint: &str) -> Option<Target> {
+        let context = self.contexts.get(name).filter(|context| context.endpoint == endpoint)?;
+        Some(Target {
+            context: Some(name.to_owned()),
+            endpoint: context.endpoint.clone(),
+            token: context.token.clone(),
+        })
     }
 
     /// Returns the error that names what there is.

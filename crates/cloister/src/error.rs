@@ -114,7 +114,11 @@ impl CliError {
         }
         let message = error.message.clone().unwrap_or_else(|| error.code.as_str().replace('_', " "));
         let field = detail.as_ref().map_or("", |detail| detail.field.as_str());
-        let message = if message.contains(field) { message } else { format!("`{field}`: {message}") };
+        let message = match flag_of(field) {
+            Some(flag) => format!("`{flag}`: {message}"),
+            None if message.contains(field) => message,
+            None => format!("`{field}`: {message}"),
+        };
         Self::Api { code: error.code, message, detail: detail.map(Box::new) }
     }
 
@@ -149,10 +153,17 @@ impl CliError {
     /// Returns what a person can do about it.
     pub(crate) fn hint(&self) -> Option<String> {
         match self {
-            Self::Api { detail: Some(detail), .. } if !detail.remedy.is_empty() => Some(detail.remedy.clone()),
             Self::Api { code: ErrorCode::Unauthenticated, .. } => {
                 Some("the token is missing, revoked or expired: check `cloister context show`, or set CLOISTER_TOKEN".into())
             }
+            // What the API says to a program is of no use here.
+            Self::Api { detail: Some(detail), .. } if detail.code == INVALID_FIELD && is_general(&detail.remedy) => {
+                Some(match detail.field.as_str() {
+                    "exec_id" | "start.exec_id" => "`cloister ps SESSION` shows the execs that there are".into(),
+                    _ => "`--help` of the command says what is accepted".into(),
+                })
+            }
+            Self::Api { detail: Some(detail), .. } if !detail.remedy.is_empty() => Some(detail.remedy.clone()),
             Self::Unreachable { .. } => Some(format!(
                 "start it with `{}cloister up --detach`, or name one that runs: `cloister context add`, or CLOISTER_ENDPOINT; `cloister doctor` says more",
                 sudo()
@@ -201,6 +212,35 @@ impl CliError {
     }
 }
 
+/// The API's code for a field with a value that is not accepted.
+const INVALID_FIELD: &str = "CL1003";
+
+/// Returns whether a remedy is the one for every field.
+fn is_general(remedy: &str) -> bool {
+    remedy.starts_with("correct the field")
+}
+
+/// Returns the flag that sets a field of the API.
+fn flag_of(field: &str) -> Option<&'static str> {
+    let field = field.strip_prefix("start.").unwrap_or(field);
+    Some(match field.strip_prefix("spec.").unwrap_or(field) {
+        "cwd" => "--workdir",
+        "user" => "--user",
+        "env" => "--env",
+        "timeout_ms" => "--timeout",
+        "no_output_timeout_ms" => "--no-output-timeout",
+        "limits.memory_bytes" => "--memory",
+        "limits.cpu_millis" => "--cpus",
+        "limits.pids" => "--pids",
+        "limits.disk_bytes" => "--disk",
+        "labels" => "--label",
+        "backend" => "--backend",
+        "isolation_floor" => "--isolation",
+        "from_offset" => "--from",
+        _ => return None,
+    })
+}
+
 /// Returns what goes before a command that needs root; nothing for root.
 pub(crate) fn sudo() -> &'static str {
     if rustix::process::geteuid().is_root() { "" } else { "sudo " }
@@ -239,7 +279,7 @@ mod tests {
         let error = ConnectError::invalid_argument("too much")
             .with_detail(ErrorDetail::from_message("cloister.app.v1.ErrorDetail", &detail));
         let error = CliError::from_connect("http://x", &error);
-        assert_eq!(error.to_string(), "`limits.memory_bytes`: too much");
+        assert_eq!(error.to_string(), "`--memory`: too much");
         assert_eq!(error.code(), Some("CL1003"));
         assert_eq!(error.hint().as_deref(), Some("ask for less memory"));
         assert_eq!(error.exit_code(), EXIT_FAILED);

@@ -98,7 +98,11 @@ pub(crate) fn notices(exit: &ExecExit) -> Vec<Notice> {
         );
     }
     if exit.pids_limit_hit {
-        add("process limit reached while the command ran", "", "give the session more with `--pids`");
+        add(
+            "process limit reached while the command ran",
+            "",
+            "end processes that were left in the background (`cloister exec SESSION -- ps aux`), or create a session with more `--pids`",
+        );
     }
     if exit.disk_full {
         add(

@@ -290,6 +290,14 @@ pub(crate) fn date(time: Option<&Timestamp>) -> String {
         .map_or_else(|| "-".to_owned(), |time| time.to_rfc3339_opts(chrono::SecondsFormat::Millis, true))
 }
 
+/// Returns whether a time of the API has come; one that is unset never comes.
+pub(crate) fn is_past(time: Option<&Timestamp>, now: SystemTime) -> bool {
+    let Some(time) = time else { return false };
+    let now =
+        i64::try_from(now.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).unwrap_or(i64::MAX);
+    time.seconds.saturating_mul(1000).saturating_add(i64::from(time.nanos) / 1_000_000) <= now
+}
+
 /// Returns the word of an enum value as people see it: `SESSION_STATE_HOST_LOST` is `host_lost`.
 pub(crate) fn word<E: buffa::Enumeration>(value: &buffa::EnumValue<E>, prefix: &str) -> String {
     match value.as_known() {

@@ -119,3 +119,48 @@ fn tokens_work_until_they_are_revoked_and_changes_are_audited() {
     assert!(actions.contains(&"token.create") && actions.contains(&"token.revoke"), "{actions:?}");
     assert!(!audit.to_string().contains(secret));
 }
+
+#[test]
+fn a_command_is_signalled_by_name_and_a_pause_is_told_from_a_signal() {
+    if !can_run() {
+        return;
+    }
+    let up = Up::start();
+    up.ok(&["session", "create", "--name", "box", "--disk", "32M"]);
+    let watch = |script: &str| {
+        let command = up
+            .command(&["exec", "box", "--", "sh", "-c", script])
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        wait_for("the command to run", || {
+            let execs = up.json(&["ps", "box"]);
+            let last = execs["execs"].as_array().and_then(|execs| execs.last().cloned()).unwrap_or_default();
+            let runs = last["exit"].is_null() && last["spec"]["argv"][2] == script;
+            if runs { Ok(()) } else { Err(execs.to_string()) }
+        });
+        command
+    };
+    let watched = watch("exec sleep 601");
+    up.run(&["kill", "-s", "int", "box"]).expect(0);
+    assert_eq!(watched.wait_with_output().unwrap().status.code(), Some(130));
+    up.run(&["kill", "box"]).expect(1).says(&["nothing runs", "cloister shell box"]);
+
+    // The smallest disks are full by name too.
+    up.run(&["exec", "box", "--", "dd", "if=/dev/zero", "of=/workspace/big", "bs=1M", "count=200"])
+        .expect(1)
+        .says(&["disk full"]);
+    up.run(&["exec", "-u", "user", "box", "--", "sh", "-c", "rm -f /workspace/big"])
+        .expect(1)
+        .says(&["not permitted"]);
+    up.run(&["exec", "box", "--", "rm", "/workspace/big"]).expect(0);
+    up.run(&["exec", "-u", "user", "box", "--", "touch", "/workspace/mine"]).expect(0);
+
+    let watched = watch("exec sleep 602");
+    up.ok(&["session", "pause", "box"]);
+    let output = watched.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(125), "{stderr}");
+    assert!(stderr.contains("the sandbox"), "{stderr}");
+}

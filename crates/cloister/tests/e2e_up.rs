@@ -249,18 +249,30 @@ fn a_role_that_does_not_start_is_named_with_the_end_of_its_log() {
     }
     let mut up = Up::start();
     assert_eq!(up.interrupt(), Some(0));
-    // The coordinator remembers the host from before: that must not pass for a host agent that runs.
-    let output = up
-        .command(&["up", "--listen", "127.0.0.1:0"])
-        .env("CLOISTER_HOST_NAME", "Not A Name")
-        .output()
-        .unwrap();
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
-    for text in ["the host does not start", "Not A Name", "hint:", "host.log"] {
+    let start = |name: &str, value: &str| {
+        let output = up.command(&["up", "--listen", "127.0.0.1:0"]).env(name, value).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert_eq!(up.processes(), Vec::<String>::new());
+        stderr
+    };
+    // What can be seen before anything starts is.
+    let stderr = start("CLOISTER_HOST_NAME", "Not A Name");
+    assert!(stderr.contains("Not A Name") && !stderr.contains("starting PostgreSQL"), "{stderr}");
+    let stderr = start("DATABASE_URL", "postgres://nobody:secret@127.0.0.1:1/db");
+    for text in ["127.0.0.1:1", "refused", "hint:"] {
         assert!(stderr.contains(text), "`{text}` is not in: {stderr}");
     }
-    assert_eq!(up.processes(), Vec::<String>::new());
+    assert!(!stderr.contains("secret"), "{stderr}");
+    // The coordinator remembers the host from before: that must not pass for a host agent that runs.
+    let record = up.path("data/host/host.json");
+    let kept = std::fs::read(&record).unwrap();
+    std::fs::write(&record, "{").unwrap();
+    let stderr = start("RUST_LOG", "info");
+    for text in ["the host does not start", "host.json", "hint:", "host.log"] {
+        assert!(stderr.contains(text), "`{text}` is not in: {stderr}");
+    }
+    std::fs::write(&record, kept).unwrap();
     up.run(&["up", "--backend", "docker"]).expect(2).says(&["docker", "`namespace`"]);
 }
 
@@ -299,6 +311,18 @@ fn detached_up_returns_ready_and_down_purges_everything() {
         up.run(&[verb, "--data-dir", &other]).expect(1).says(&["--run-dir", "--data-dir"]);
     }
     assert!(!up.path("other").exists());
+    // Nor may it take away the context by which this one is found.
+    let run = up.path("other-run").display().to_string();
+    let second = ["up", "--detach", "--listen", "127.0.0.1:0", "--data-dir", &other, "--run-dir", &run];
+    up.run(&second).expect(1).says(&["context `local`", "--context"]);
+    let second = up.run(&[&second[..], &["--context", "second"]].concat()).expect(0).stdout();
+    let stop = format!("cloister down --data-dir {other} --run-dir {run}");
+    assert!(second.contains(&stop), "{second}");
+    let status = up.run(&["status"]).expect(0).says(&["context use local"]).stdout();
+    assert!(status.contains(&up.path("run").display().to_string()), "{status}");
+    up.run(&["--context", "second", "run", "--", "true"]).expect(0);
+    up.run(&["down", "--purge", "--yes", "--data-dir", &other, "--run-dir", &run]).expect(0);
+    up.run(&["context", "use", "local"]).expect(0);
     // The port of what runs is its own, whoever has the one that another would take.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     up.run(&["doctor", "--listen", &taken.local_addr().unwrap().to_string()]).expect(0);

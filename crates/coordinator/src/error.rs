@@ -202,6 +202,11 @@ impl From<StoreError> for AppError {
             StoreError::IdempotencyMismatch { .. } => &REQUEST_ID_REUSED,
             StoreError::Conflict { .. } => &CONFLICT,
             StoreError::Illegal(_) => &WRONG_STATE,
+            StoreError::NotOffered { backend: Some(_), .. } => {
+                return Self::new(&ISOLATION_NOT_OFFERED, message).with_remedy(
+                    "leave the backend out, or name one that is offered; a host agent offers what its `CLOISTER_SANDBOX_BACKEND` says (`cloister up --backend`)",
+                );
+            }
             StoreError::NotOffered { .. } => &ISOLATION_NOT_OFFERED,
             StoreError::TooLarge { .. } => {
                 return Self::new(&INVALID_FIELD, message).with_remedy("ask for less, or add a larger host");
@@ -215,6 +220,7 @@ impl From<StoreError> for AppError {
                 &STORE_UNAVAILABLE
             }
             StoreError::NotFound { .. }
+            | StoreError::Connect { .. }
             | StoreError::Database { .. }
             | StoreError::Corrupt { .. }
             | StoreError::Migrate(_) => {

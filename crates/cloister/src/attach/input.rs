@@ -88,7 +88,11 @@ pub(super) async fn pump(
                     }
                 }
                 // The program has closed its input or ended: there is nobody to write to.
-                Err(error) if error.code == ErrorCode::FailedPrecondition => return Ok(()),
+                Err(error)
+                    if matches!(error.code, ErrorCode::FailedPrecondition | ErrorCode::InvalidArgument) =>
+                {
+                    return Ok(());
+                }
                 Err(error) if is_cut(&error) || error.code == ErrorCode::ResourceExhausted => {
                     tokio::time::sleep(STDIN_PAUSE).await;
                 }

@@ -63,7 +63,12 @@ impl AttachArgs {
     }
 }
 
-async fn latest_running(client: &Client, session: &str) -> Result<Exec, CliError> {
+/// Returns the exec that was started last of those that run.
+///
+/// # Errors
+///
+/// When nothing runs.
+pub(super) async fn latest_running(client: &Client, session: &str) -> Result<Exec, CliError> {
     let request = ListExecsRequest { session: session.to_owned(), ..Default::default() };
     let answer = unary!(client, execs, list_execs_with_options, request, client::quick())?;
     answer.execs.into_iter().rfind(|exec| exec.exit.is_unset()).ok_or_else(|| {

@@ -8,6 +8,7 @@ pub(crate) mod doctor;
 pub(crate) mod down;
 pub(crate) mod exec;
 pub(crate) mod host;
+pub(crate) mod kill;
 pub(crate) mod logs;
 pub(crate) mod ps;
 pub(crate) mod reference;

@@ -48,14 +48,24 @@ impl StatusArgs {
         let up = UpRecord::load(&layout)?.filter(UpRecord::is_alive);
         let running =
             up.as_ref().is_some_and(|up| up.ready && up.roles.iter().all(|role| role.pid.is_some()));
-        let status = Status { running, up, api: api(invocation).await };
+        let api = api(invocation, up.as_ref()).await;
+        let status = Status { running, up, api };
         terminal.either(&status, || describe(terminal, &status))?;
+        let elsewhere =
+            invocation.target().ok().filter(|target| status.api.endpoint.as_ref() != Some(&target.endpoint));
+        if let (Some(elsewhere), Some(up)) = (elsewhere, &status.up) {
+            terminal.warn(format!(
+                "commands go to `{}`, which is not the one that runs here",
+                elsewhere.endpoint
+            ));
+            terminal.hint(format!("`cloister context use {}` chooses this one", up.context));
+        }
         Ok(if status.running && status.api.reachable { 0 } else { EXIT_NOT_RUNNING })
     }
 }
 
-async fn api(invocation: &Invocation) -> Api {
-    let target = match invocation.target() {
+async fn api(invocation: &Invocation, up: Option<&UpRecord>) -> Api {
+    let target = match invocation.target_here(up) {
         Ok(target) => target,
         Err(error) => {
             return Api { endpoint: None, reachable: false, version: None, error: Some(error.to_string()) };

@@ -9,7 +9,7 @@ use crate::args::{millis, parse_duration};
 use crate::cli::Invocation;
 use crate::client::{self, unary};
 use crate::error::CliError;
-use crate::terminal::{Table, age, date};
+use crate::terminal::{Table, age, date, is_past};
 
 /// Create, list and revoke API tokens
 #[derive(Debug, Subcommand)]
@@ -75,7 +75,13 @@ impl TokenCommand {
 fn token_table(tokens: &[Token], now: SystemTime) -> String {
     let mut table = Table::new(["TOKEN", "NAME", "STATE", "AGE", "LAST USED", "EXPIRES"]);
     for token in tokens {
-        let state = if token.revoked_at.is_set() { "revoked" } else { "live" };
+        let state = if token.revoked_at.is_set() {
+            "revoked"
+        } else if is_past(token.expires_at.as_option(), now) {
+            "expired"
+        } else {
+            "live"
+        };
         table.row([
             token.id.clone(),
             token.name.clone(),

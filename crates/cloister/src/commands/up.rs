@@ -4,6 +4,7 @@ use std::fs::OpenOptions;
 use std::io::{Seek, SeekFrom};
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -93,7 +94,9 @@ impl UpArgs {
 async fn supervise(terminal: Terminal, options: UpOptions) -> Result<u8, CliError> {
     let began = Instant::now();
     let context = options.context.clone();
+    let layout = options.layout.clone();
     let mut supervisor = Supervisor::claim(options)?;
+    own_context::must_not_be_anothers(&context, &layout).await?;
     let mut interrupts = Interrupts::listen()?;
     let progress = terminal.progress("starting");
     let mut current: Option<(String, Instant)> = None;
@@ -246,6 +249,15 @@ async fn wait_ready(layout: &Layout, child: &mut Child) -> Result<Option<UpRecor
     }
 }
 
+/// Returns the flags that name these directories; none for the usual ones.
+fn layout_flags(record: &UpRecord) -> String {
+    let usual = Layout::usual();
+    let flag = |name: &str, path: &Path, usual: &Path| {
+        if path == usual { String::new() } else { format!(" {name} {}", path.display()) }
+    };
+    flag("--data-dir", &record.data_dir, &usual.data) + &flag("--run-dir", &record.run_dir, &usual.run)
+}
+
 fn describe_detached(terminal: Terminal, record: &UpRecord) -> String {
     [
         format!("{} as process {}", terminal.paint("Cloister is up", Tone::Good), record.pid),
@@ -256,7 +268,7 @@ fn describe_detached(terminal: Terminal, record: &UpRecord) -> String {
         format!("  database  {}", record.database),
         format!("  context   {}", record.context),
         "  try       cloister run -- echo hello".to_owned(),
-        "  stop      cloister down".to_owned(),
+        format!("  stop      cloister down{}", layout_flags(record)),
     ]
     .join("\n")
 }

@@ -4,13 +4,15 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use cloister_api::app::{Host, ListHostsRequest};
+use cloister_host::HostConfig;
+use cloister_service::Environment;
 
 use crate::client::{self, Client};
 use crate::context::Target;
 use crate::error::CliError;
 use crate::supervisor::child::ChildSpec;
 use crate::supervisor::layout::Layout;
-use crate::supervisor::{OWN_PROGRAM, STOP_GRACE, role_arguments, token};
+use crate::supervisor::{OWN_PROGRAM, STOP_GRACE, role, role_arguments, token};
 
 /// How long stopping all sandboxes, and telling the coordinator, may take.
 const SANDBOXES_GRACE: Duration = Duration::from_secs(60);
@@ -30,6 +32,21 @@ pub(crate) async fn own_host(layout: &Layout, owner: &Target) -> Result<Option<H
     let answer = hosts.list_hosts_with_options(ListHostsRequest::default(), client::quick()).await;
     let hosts = answer.map_err(|error| client.error(&error))?.into_owned().hosts;
     Ok(hosts.into_iter().find(|host| file["host_id"] == host.id.as_str()))
+}
+
+/// Checks the configuration that the host agent will have, without starting anything.
+///
+/// # Errors
+///
+/// Every problem of it together.
+pub(crate) fn check_configuration(layout: &Layout, backend: &str) -> Result<(), CliError> {
+    let spec = host_spec(layout, backend)?;
+    let own = std::env::vars_os().filter(|(name, _)| !spec.unset.iter().any(|unset| name == unset));
+    let set = spec.set.into_iter().map(|(name, value)| (OsString::from(name), value));
+    let pairs = own
+        .chain(set)
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    HostConfig::read(&Environment::of(pairs)).map(drop).map_err(role::configuration)
 }
 
 /// Returns how the host agent of these directories is started.

@@ -34,7 +34,7 @@ pub(crate) struct LayoutArgs {
         value_name = "DIR",
         env = "CLOISTER_DATA_DIR",
         hide_env_values = true,
-        default_value = "/var/lib/cloister"
+        default_value = USUAL_DATA_DIR
     )]
     pub(crate) data_dir: PathBuf,
     /// Directory of sockets and of `up.json`
@@ -43,7 +43,7 @@ pub(crate) struct LayoutArgs {
         value_name = "DIR",
         env = "CLOISTER_RUN_DIR",
         hide_env_values = true,
-        default_value = "/run/cloister"
+        default_value = USUAL_RUN_DIR
     )]
     pub(crate) run_dir: PathBuf,
 }
@@ -56,6 +56,11 @@ pub(crate) struct Layout {
     /// Sockets.
     pub(crate) run: PathBuf,
 }
+
+/// Where everything that must survive is unless another place is named.
+const USUAL_DATA_DIR: &str = "/var/lib/cloister";
+/// Where sockets are unless another place is named.
+const USUAL_RUN_DIR: &str = "/run/cloister";
 
 impl LayoutArgs {
     /// Returns the absolute paths.
@@ -91,6 +96,11 @@ impl LayoutArgs {
 }
 
 impl Layout {
+    /// Returns the usual places.
+    pub(crate) fn usual() -> Self {
+        Self { data: USUAL_DATA_DIR.into(), run: USUAL_RUN_DIR.into() }
+    }
+
     /// The lock of the running `up`.
     pub(crate) fn lock(&self) -> PathBuf {
         self.data.join("up.lock")

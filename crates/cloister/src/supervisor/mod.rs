@@ -112,6 +112,8 @@ impl Supervisor {
         }
         options.layout.make()?;
         let lock = UpLock::take(&options.layout)?;
+        // Before anything is started: a variable that makes no sense would stop the host agent last of all.
+        host::check_configuration(&options.layout, &options.backend)?;
         let address = claim_port(options.listen)?;
         let owner = token::ensure(&options.layout.tokens().join("owner"))?;
         let owner = Target {

@@ -5,13 +5,21 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
+use cloister_api::app::WhoAmIRequest;
+use connectrpc::client::CallOptions;
 use nix::unistd::User;
 
+use crate::client::Client;
 use crate::context::{CONFIG_ENV, Context, ContextFile, Target, config_path};
 use crate::error::CliError;
 use crate::supervisor::OWN_PROGRAM;
 use crate::supervisor::account::Account;
+use crate::supervisor::layout::Layout;
+
+/// How long another coordinator may take to say that it is there.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Writes the context for us and, under `sudo`, for the user who called it. Returns the files that were written.
 ///
@@ -39,6 +47,33 @@ pub(crate) fn write(
         }
     }
     Ok(written)
+}
+
+/// Checks that the context of this name is not that of another coordinator that lives: its token would be lost.
+///
+/// # Errors
+///
+/// [`CliError::Refused`] naming the other one.
+pub(crate) async fn must_not_be_anothers(name: &str, layout: &Layout) -> Result<(), CliError> {
+    let file = ContextFile::load(&config_path()?)?;
+    let Some(context) = file.contexts.get(name) else { return Ok(()) };
+    let own = std::fs::read_to_string(layout.tokens().join("owner")).unwrap_or_default();
+    if own.trim() == context.token {
+        return Ok(());
+    }
+    let target = Target { context: None, endpoint: context.endpoint.clone(), token: context.token.clone() };
+    let asked = async {
+        let client = Client::connect_once(&target).await.ok()?;
+        let options = CallOptions::default().with_timeout(ANSWER_TIMEOUT);
+        client.api().tokens().who_am_i_with_options(WhoAmIRequest::default(), options).await.ok().map(drop)
+    };
+    if !matches!(tokio::time::timeout(ANSWER_TIMEOUT, asked).await, Ok(Some(()))) {
+        return Ok(());
+    }
+    Err(CliError::refused(
+        format!("the context `{name}` is that of another Cloister, which answers at `{}`", context.endpoint),
+        "give `--context` another name for this one: commands then name it the same way, or `cloister context use` chooses",
+    ))
 }
 
 fn write_as(user: &str, name: &str, target: &Target) -> Result<PathBuf, CliError> {

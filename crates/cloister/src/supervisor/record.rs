@@ -109,8 +109,9 @@ impl UpRecord {
                 self.pid
             ),
             format!(
-                "give `--run-dir` (and `--listen`) of its own with this data directory, or `--data-dir {}` for that one",
-                self.data_dir.display()
+                "the two belong together: `--data-dir {} --run-dir {}` names that one; another needs its own of both, and its own `--listen` and `--context`",
+                self.data_dir.display(),
+                layout.run.display()
             ),
         ))
     }

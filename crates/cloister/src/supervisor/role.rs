@@ -121,7 +121,7 @@ impl RoleArgs {
     }
 }
 
-fn configuration(error: cloister_service::ConfigError) -> CliError {
+pub(super) fn configuration(error: cloister_service::ConfigError) -> CliError {
     CliError::refused(error.to_string(), "docs/reference/configuration.md lists the variables")
 }
 

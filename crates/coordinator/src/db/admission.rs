@@ -19,7 +19,7 @@ use super::HostCapacity;
 pub struct AdmissionPolicy {
     /// Promised memory as a percentage of the host's. A limit is a promise: 100 never lets the kernel choose a victim.
     pub memory_percent: u32,
-    /// Promised CPU as a percentage of the host's. CPU is shared by weight, so that most work fits many times over.
+    /// Promised CPU as a percentage of the host's, which says itself how many times over its CPUs may be promised.
     pub cpu_percent: u32,
     /// Promised disk as a percentage of the host's.
     pub disk_percent: u32,
@@ -27,7 +27,7 @@ pub struct AdmissionPolicy {
 
 impl Default for AdmissionPolicy {
     fn default() -> Self {
-        Self { memory_percent: 100, cpu_percent: 3200, disk_percent: 100 }
+        Self { memory_percent: 100, cpu_percent: 100, disk_percent: 100 }
     }
 }
 

@@ -103,6 +103,14 @@ pub enum StoreError {
         /// What is wrong.
         problem: String,
     },
+    /// No connection at the start.
+    #[error("cannot connect to PostgreSQL at {server} (set by DATABASE_URL, or the private one)")]
+    Connect {
+        /// Host and port, or the socket.
+        server: String,
+        /// The cause.
+        source: sqlx::Error,
+    },
     /// The schema could not be brought to this version.
     #[error("cannot migrate the database")]
     Migrate(#[source] sqlx::migrate::MigrateError),

@@ -98,21 +98,24 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`StoreError::Unavailable`] when the server does not answer, [`StoreError::Migrate`] when the database is of
+    /// [`StoreError::Connect`] when the server does not answer or lets nobody in, [`StoreError::Migrate`] when the database is of
     /// a later release or a migration failed (it is rolled back).
     pub async fn connect(options: PgConnectOptions, config: StoreConfig) -> Result<Self, StoreError> {
         let holder = LeaseHolder::generate();
-        let pool = pool_options(&config, &holder).connect_with(options.clone()).await;
-        let pool = pool.map_err(|error| StoreError::from_sqlx("connect", error))?;
-        // A migration may take longer than any statement of ours, so it runs on a connection without our timeouts.
-        let mut connection = sqlx::ConnectOptions::connect(&options)
+        // A migration may take longer than any statement of ours, so it runs on a connection without our timeouts. It comes
+        // first: the pool would say of a server that is not there only that it waited.
+        let connecting = sqlx::ConnectOptions::connect(&options);
+        let mut connection = tokio::time::timeout(config.acquire_timeout, connecting)
             .await
-            .map_err(|error| StoreError::from_sqlx("connect", error))?;
+            .unwrap_or(Err(sqlx::Error::PoolTimedOut))
+            .map_err(|source| StoreError::Connect { server: server_text(&options), source })?;
         let migrated = MIGRATOR.run_direct(None, &mut connection, false).await;
         // The lock goes with the connection: close it in either case.
         let closed = sqlx::Connection::close(connection).await;
         migrated.map_err(StoreError::Migrate)?;
         closed.map_err(|error| StoreError::from_sqlx("connect", error))?;
+        let pool = pool_options(&config, &holder).connect_with(options).await;
+        let pool = pool.map_err(|error| StoreError::from_sqlx("connect", error))?;
         Ok(Self { pool, holder, config })
     }
 
@@ -158,14 +161,26 @@ impl Store {
         let outcome = match &result {
             Ok(_) => "ok",
             Err(StoreError::Unavailable { .. }) => "unavailable",
-            Err(StoreError::Database { .. } | StoreError::Corrupt { .. } | StoreError::Migrate(_)) => {
-                "failed"
-            }
+            Err(
+                StoreError::Connect { .. }
+                | StoreError::Database { .. }
+                | StoreError::Corrupt { .. }
+                | StoreError::Migrate(_),
+            ) => "failed",
             Err(_) => "refused",
         };
         metrics::histogram!("cloister_coordinator_db_operation_seconds", "operation" => operation, "outcome" => outcome)
             .record(started.elapsed().as_secs_f64());
         result
+    }
+}
+
+/// Returns where a server is, without anything secret.
+fn server_text(options: &PgConnectOptions) -> String {
+    let database = options.get_database().unwrap_or_default();
+    match options.get_socket() {
+        Some(socket) => format!("{}, database `{database}`", socket.display()),
+        None => format!("{}:{}, database `{database}`", options.get_host(), options.get_port()),
     }
 }
 

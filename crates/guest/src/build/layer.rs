@@ -25,7 +25,7 @@ pub(super) const DIRECTORIES: &[(&str, u32)] = &[
     ("root", 0o700),
     ("tmp", 0o1777),
     ("var", 0o755),
-    ("workspace", 0o755),
+    ("workspace", 0o1777),
 ];
 
 /// Directories below those, made at first use.

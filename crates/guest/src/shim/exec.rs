@@ -394,11 +394,16 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
     if killed && exit.memory_limit_hit {
         exit.reason = ExitReason::OutOfMemory;
         exit.message = "the sandbox reached its memory limit and the kernel killed the program".to_owned();
-    } else if killed && exit.reason == ExitReason::Signaled && shim.is_stopping() {
+    } else if ended_by_stop(&exit) && shim.is_stopping() {
         exit.reason = ExitReason::SandboxGone;
         exit.message = "the sandbox was stopped before the program ended".to_owned();
     }
     exit
+}
+
+/// Returns whether the program died of what a stop sends: SIGTERM first, then SIGKILL.
+fn ended_by_stop(exit: &Exit) -> bool {
+    exit.reason == ExitReason::Signaled && matches!(exit.signal, Some(libc::SIGTERM | libc::SIGKILL))
 }
 
 /// Returns the exit of an exec that the guest agent did not take.
