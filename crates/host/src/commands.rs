@@ -11,6 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use buffa::Message as _;
+use cloister_api::common::Exec;
+use cloister_api::connection::MAX_MESSAGE_BYTES;
 use cloister_api::convert::{
     exec_spec_from_proto, exec_to_proto, facts_to_proto, isolation_to_proto, limits_from_proto,
     terminal_size_from_proto,
@@ -30,6 +33,11 @@ use crate::fault::POINTS;
 use crate::refusal::Refusal;
 use crate::turns::Turn;
 
+/// What a list has of an exec's command line, and of a message.
+const LISTED_ARGUMENTS_BYTES: usize = 256;
+const LISTED_MESSAGE_CHARS: usize = 256;
+/// What an answer needs around itself.
+const ANSWER_RESERVE_BYTES: usize = 4096;
 /// Longest time that one `WaitExec` waits.
 const WAIT_MAX: Duration = Duration::from_secs(300);
 /// Longest time between SIGTERM and SIGKILL of a stop.
@@ -46,6 +54,15 @@ impl Agent {
             Ok(answer) => answer,
             Err(refusal) => refusal.into_proto().into(),
         };
+        let answer = CommandResult { id, result: Some(result), ..Default::default() };
+        // The coordinator takes no larger message, and would end the link of all sessions for it.
+        if usize::try_from(answer.encoded_len())
+            .is_ok_and(|bytes| bytes + ANSWER_RESERVE_BYTES <= MAX_MESSAGE_BYTES)
+        {
+            return answer;
+        }
+        let refusal = Refusal::new(HostErrorKind::Internal, "the answer is larger than a message may be");
+        let result: Answer = refusal.into_proto().into();
         CommandResult { id, result: Some(result), ..Default::default() }
     }
 
@@ -98,7 +115,7 @@ impl Agent {
             }
             Kind::ListExecs(_) => {
                 let execs = self.execs(session_id).await?;
-                let execs = execs.iter().map(|exec| exec_to_proto(session_id, exec)).collect();
+                let execs = execs.iter().map(|exec| shortened(exec_to_proto(session_id, exec))).collect();
                 Ok(ExecList { execs, ..Default::default() }.into())
             }
             Kind::WriteStdin(write) => {
@@ -359,6 +376,32 @@ impl Agent {
         let keeper = self.backends.keeper(session_id).await?;
         keeper.ok_or_else(|| Refusal::not_found(format!("session `{session_id}` is not on this host")))
     }
+}
+
+/// Returns an exec as it is listed: with as much of what a caller chose as a list of all execs has room for.
+fn shortened(mut exec: Exec) -> Exec {
+    if let Some(spec) = exec.spec.as_option_mut() {
+        let mut room = LISTED_ARGUMENTS_BYTES;
+        let mut listed = Vec::new();
+        for text in std::mem::take(&mut spec.argv) {
+            let is_whole = text.len() < room;
+            let mut end = text.len().min(room);
+            while !text.is_char_boundary(end) {
+                end -= 1;
+            }
+            listed.push(if is_whole { text } else { format!("{}…", &text[..end]) });
+            if !is_whole {
+                break;
+            }
+            room -= end + 1;
+        }
+        spec.argv = listed;
+        spec.env = Default::default();
+    }
+    if let Some(exit) = exec.exit.as_option_mut() {
+        exit.message = exit.message.chars().take(LISTED_MESSAGE_CHARS).collect();
+    }
+    exec
 }
 
 fn checked(start: &StartExec) -> Result<(ExecId, ExecSpec), Refusal> {

@@ -54,8 +54,11 @@ impl TerminalSize {
     }
 }
 
-/// Most bytes that all of `argv` and `env` may have together, like the kernel's own limit for one exec.
-pub const ARGUMENTS_MAX_BYTES: usize = 1024 * 1024;
+/// Most bytes that all of `argv` and `env` may have together, counted as the kernel does: each text with its end and a
+/// pointer to it. Less than a frame, which carries them.
+pub const ARGUMENTS_MAX_BYTES: usize = 960 * 1024;
+/// What a text costs besides its bytes.
+const TEXT_COST_BYTES: usize = 9;
 /// Most bytes of one frame of output.
 pub const OUTPUT_FRAME_MAX_BYTES: usize = 64 * 1024;
 
@@ -75,7 +78,9 @@ pub enum ExecSpecError {
     #[error("working directory `{0}` is not absolute")]
     RelativeDirectory(String),
     /// More than the kernel would take.
-    #[error("arguments and environment have {0} bytes together: at most 1 MiB")]
+    #[error(
+        "arguments and environment have {0} bytes together: at most 960 KiB, each text counted with 9 more"
+    )]
     TooLarge(usize),
     /// No terminal has this size.
     #[error("a terminal of {rows} rows and {columns} columns: each is 1 to 4096")]
@@ -123,8 +128,9 @@ impl ExecSpec {
         {
             return Err(ExecSpecError::RelativeDirectory(directory.chars().take(64).collect()));
         }
-        let arguments: usize = self.argv.iter().map(|text| text.len() + 1).sum();
-        let environment: usize = self.env.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
+        let arguments: usize = self.argv.iter().map(|text| text.len() + TEXT_COST_BYTES).sum();
+        let pair = |(name, value): (&String, &String)| name.len() + value.len() + 1 + TEXT_COST_BYTES;
+        let environment: usize = self.env.iter().map(pair).sum();
         if arguments + environment > ARGUMENTS_MAX_BYTES {
             return Err(ExecSpecError::TooLarge(arguments + environment));
         }
@@ -279,7 +285,12 @@ mod tests {
             (ExecSpec { user: Some("\0".to_owned()), ..good.clone() }, ExecSpecError::Nul("user")),
             (
                 ExecSpec { argv: vec!["x".repeat(ARGUMENTS_MAX_BYTES)], ..good.clone() },
-                ExecSpecError::TooLarge(ARGUMENTS_MAX_BYTES + 1),
+                ExecSpecError::TooLarge(ARGUMENTS_MAX_BYTES + TEXT_COST_BYTES),
+            ),
+            // Many short ones take more room on the way than they have bytes.
+            (
+                ExecSpec { argv: vec!["true".to_owned(); 100_000], ..good.clone() },
+                ExecSpecError::TooLarge(100_000 * (4 + TEXT_COST_BYTES)),
             ),
         ];
         for (spec, error) in wrong {

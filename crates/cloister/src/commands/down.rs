@@ -51,6 +51,22 @@ impl DownArgs {
             confirm(terminal, &layout)?;
         }
         let was_running = stop(terminal, &layout).await?;
+        let left = host::running_shims(&layout);
+        if !left.is_empty() {
+            let pids: Vec<String> = left.iter().map(i32::to_string).collect();
+            return Err(CliError::refused(
+                format!(
+                    "{} sandboxes still run (shims {}); nothing was removed",
+                    left.len(),
+                    pids.join(", ")
+                ),
+                format!(
+                    "`{}` says why they did not stop; `kill -9 {}` ends them, and the next `cloister up` tidies up",
+                    layout.logs().join("host.log").display(),
+                    pids.join(" ")
+                ),
+            ));
+        }
         if self.purge {
             purge(&layout)?;
         }

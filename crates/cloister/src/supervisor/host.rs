@@ -1,6 +1,8 @@
 //! The host agent of `up`: how it is started, what the coordinator knows of it, and stopping its sandboxes without it.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::time::Duration;
 
 use cloister_api::app::{Host, ListHostsRequest};
@@ -80,6 +82,19 @@ pub(crate) fn host_spec(layout: &Layout, backend: &str) -> Result<ChildSpec, Cli
         logs: layout.logs(),
         grace: STOP_GRACE,
     })
+}
+
+/// Returns the processes of sandboxes of these directories that run: their shims, which live as long as they do.
+pub(crate) fn running_shims(layout: &Layout) -> Vec<i32> {
+    let directory = layout.data_of("host");
+    let is_shim = |pid: &i32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let mut arguments = command.split(|byte| *byte == 0).skip(1);
+        arguments.next() == Some(b"shim")
+            && arguments.any(|argument| Path::new(OsStr::from_bytes(argument)).starts_with(&directory))
+    };
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_shim).collect()
 }
 
 /// Stops all sandboxes of a host agent that does not run.

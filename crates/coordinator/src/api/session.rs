@@ -1,5 +1,6 @@
 //! `SessionsService`.
 
+use buffa::Message as _;
 use cloister_api::app::{
     CreateSessionRequest, CreateSessionResponse, DeleteSessionRequest, DeleteSessionResponse,
     GetSessionRequest, GetSessionResponse, ListSessionsRequest, ListSessionsResponse, PauseSessionRequest,
@@ -22,6 +23,8 @@ use crate::error::AppError;
 
 /// The only image of this version.
 const IMAGE: &str = "host";
+/// Most bytes of the sessions on one page: what a client takes of an answer is more, what it shows in JSON is larger.
+const PAGE_MAX_BYTES: usize = 1024 * 1024;
 /// Most states of a filter: each once.
 const STATES_MAX: usize = 16;
 
@@ -77,11 +80,23 @@ impl SessionsService for Api {
         let size = field::page_size(request.page_size)?;
         let token = field::page_token(&request.page_token)?;
         let page = self.app.list_sessions(&authorized, &filter, size, token).await?;
-        Response::ok(ListSessionsResponse {
-            sessions: page.sessions.iter().map(session_to_proto).collect(),
+        let mut answer = ListSessionsResponse {
             next_page_token: page.next_page_token.unwrap_or_default(),
             ..Default::default()
-        })
+        };
+        let mut room = PAGE_MAX_BYTES;
+        for session in page.sessions.iter().map(session_to_proto) {
+            let bytes = usize::try_from(session.encoded_len()).unwrap_or(usize::MAX);
+            // At least one, whatever its labels.
+            if bytes > room && !answer.sessions.is_empty() {
+                let last = answer.sessions.last().map(|session| session.id.clone());
+                answer.next_page_token = last.unwrap_or_default();
+                break;
+            }
+            room = room.saturating_sub(bytes);
+            answer.sessions.push(session);
+        }
+        Response::ok(answer)
     }
 
     async fn delete_session(

@@ -89,9 +89,10 @@ pub(super) async fn run(
         guest::Exec { exec_id: exec_id.clone(), started_unix_ms: unix_ms(), ..guest::Exec::default() };
     let launched = match launch(&agent, &spec).await {
         Ok(launched) => launched,
-        Err(NotStarted { code, message }) => {
+        Err(NotStarted { code, message, pids_limit_hit }) => {
             writer.queue(exec)?;
-            return writer.send(exit(ExitReason::NotStarted, code, 0, message, 0)).await;
+            let exit = exit(ExitReason::NotStarted, code, 0, message, 0);
+            return writer.send(guest::Exit { pids_limit_hit, ..exit }).await;
         }
     };
     exec.pid = u32::try_from(launched.pid).unwrap_or(0);

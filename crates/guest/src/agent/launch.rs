@@ -39,11 +39,13 @@ pub(super) struct Launched {
 pub(super) struct NotStarted {
     pub(super) code: i32,
     pub(super) message: String,
+    /// The sandbox has as many processes as it may.
+    pub(super) pids_limit_hit: bool,
 }
 
 impl NotStarted {
     fn not_runnable(message: impl Into<String>) -> Self {
-        Self { code: CODE_NOT_RUNNABLE, message: message.into() }
+        Self { code: CODE_NOT_RUNNABLE, message: message.into(), pids_limit_hit: false }
     }
 
     fn no_resource(what: &str) -> impl FnOnce(std::io::Error) -> Self {
@@ -351,15 +353,20 @@ fn explain(report: [u8; REPORT_BYTES], spec: &ExecSpec, program: &Program) -> No
         let cwd = program.cwd.to_string_lossy();
         return NotStarted::not_runnable(format!("the working directory `{cwd}` cannot be entered: {error}"));
     }
+    if step == Step::Harden as u8 && errno == libc::EAGAIN {
+        let message = "the sandbox has as many processes as it may";
+        return NotStarted { pids_limit_hit: true, ..NotStarted::not_runnable(message) };
+    }
     if step != Step::Execute as u8 {
         return NotStarted::not_runnable(format!("the exec could not be hardened: {error}"));
     }
     match errno {
         libc::ENOENT | libc::ENOTDIR if name.contains('/') => {
-            NotStarted { code: CODE_NOT_FOUND, message: format!("`{name}` was not found") }
+            NotStarted { code: CODE_NOT_FOUND, ..NotStarted::not_runnable(format!("`{name}` was not found")) }
         }
         libc::ENOENT | libc::ENOTDIR => {
-            NotStarted { code: CODE_NOT_FOUND, message: format!("`{name}` was not found in `PATH`") }
+            let message = format!("`{name}` was not found in `PATH`");
+            NotStarted { code: CODE_NOT_FOUND, ..NotStarted::not_runnable(message) }
         }
         _ => NotStarted::not_runnable(format!("`{name}` cannot be run: {error}")),
     }

@@ -13,7 +13,9 @@ use std::time::Instant;
 use rustix::fs::{CWD, Mode};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
-use rustix::process::{Signal, chdir, pivot_root, set_parent_process_death_signal, umask};
+use rustix::process::{
+    Resource, Rlimit, Signal, chdir, pivot_root, set_parent_process_death_signal, setrlimit, umask,
+};
 use rustix::thread::{
     Gid, Uid, UnshareFlags, capabilities, configure_capability_in_ambient_set, set_capabilities,
     set_keep_capabilities, unshare_unsafe,
@@ -27,6 +29,9 @@ use crate::shim::config::Defence;
 
 /// Descriptors are parked above this number before they get their final ones, so that no target is still a source.
 const PARKING_FD: RawFd = 400;
+
+/// Signals and POSIX timers that may wait in one sandbox; each is kernel memory.
+const QUEUED_SIGNALS_MAX: u64 = 4096;
 
 /// Everything the child uses, opened by the shim.
 #[derive(Debug)]
@@ -43,6 +48,8 @@ pub(super) struct ChildPlan<'a> {
     pub(super) inherited: Vec<(BorrowedFd<'a>, RawFd)>,
     /// The sandbox's own name.
     pub(super) hostname: &'a str,
+    /// First host id of the sandbox's range.
+    pub(super) id_base: u32,
     /// Defences left off.
     pub(super) defences_off: &'a [Defence],
 }
@@ -93,10 +100,8 @@ impl ChildPlan<'_> {
         self.done(&mut clock, "user_namespace")?;
         link::say(self.link.as_fd(), &ChildMessage::NeedsMaps).step("ask for id maps")?;
         link::wait_for_release(self.link.as_fd()).step("wait for id maps")?;
-        if self.is_off(Defence::UserNamespace) {
-            // In a new user namespace nobody was root, so that leaving it costs nothing.
-            set_keep_capabilities(true).step("keep capabilities")?;
-        }
+        // It is root of its user namespace now, and leaving that would cost it every capability.
+        set_keep_capabilities(true).step("keep capabilities")?;
         become_agent_user()?;
         // Changing ids clears it, so not before.
         set_parent_process_death_signal(Some(Signal::KILL)).step("die with the shim")?;
@@ -148,6 +153,20 @@ impl ChildPlan<'_> {
     }
 
     fn unshare_user_namespace(&self) -> Result<(), Failure> {
+        const STEP: &str = "become the sandbox's first user";
+        if !self.is_off(Defence::UserNamespace) {
+            // The kernel charges inotify instances, timers, queued signals and namespaces to whoever made the user namespace,
+            // up to the host: to root they would all be one account, which one sandbox could empty for everybody.
+            let queued = Some(QUEUED_SIGNALS_MAX);
+            setrlimit(Resource::Sigpending, Rlimit { current: queued, maximum: queued }).step(STEP)?;
+            let (uid, gid) = (Uid::from_raw(self.id_base), Gid::from_raw(self.id_base));
+            set_keep_capabilities(true).step(STEP)?;
+            rustix::thread::set_thread_res_gid(gid, gid, gid).step(STEP)?;
+            rustix::thread::set_thread_res_uid(uid, uid, uid).step(STEP)?;
+            let mut sets = capabilities(None).step(STEP)?;
+            sets.effective = sets.permitted;
+            set_capabilities(None, sets).step(STEP)?;
+        }
         let mut flags = UnshareFlags::NEWUSER | UnshareFlags::NEWNS | UnshareFlags::NEWCGROUP;
         if self.is_off(Defence::UserNamespace) {
             flags -= UnshareFlags::NEWUSER;

@@ -121,6 +121,7 @@ fn build(
         .step_at("open own executable", "/proc/self/exe")?;
     let null = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
         .step_at("open null device", "/dev/null")?;
+    let process_count = open_process_count(config)?;
     let agent_join = open_join_files(config, &config.cgroup.agent_join)?;
     let work_join = open_join_files(config, &config.cgroup.work_join)?;
     let listener = bind_listener(guest_socket)?;
@@ -134,7 +135,8 @@ fn build(
     // SAFETY: only CLONE_FILES makes unsharing unsafe; the process has one thread.
     // JUSTIFICATION: rustix marks the whole call unsafe.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS | UnshareFlags::NEWUTS) }.step("make mount namespace")?;
-    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
+    // Nothing of ours gets out; what the host unmounts goes here as well, so that no sandbox keeps its filesystems in use.
+    mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)
         .step("make mounts private")?;
     timer.done("mount_namespace");
     POINTS.reach("shim_after_mount_namespace");
@@ -148,7 +150,7 @@ fn build(
     timer.done("root");
     POINTS.reach("shim_after_root");
 
-    let (agent_config, mut inherited) = agent_config(config, &work_join)?;
+    let (agent_config, mut inherited) = agent_config(config, &work_join, process_count.as_ref())?;
     inherited.push((listener.as_fd(), LISTENER_FD));
     inherited.push((agent_config.as_fd(), CONFIG_FD));
     let (link, child_link) = link::pair().step("make link to child")?;
@@ -160,6 +162,7 @@ fn build(
         agent_join,
         inherited,
         hostname: &config.hostname,
+        id_base: config.id_base,
         defences_off: &config.defences_off,
     };
     let started = process::start(plan, link, config, timer);
@@ -209,6 +212,18 @@ fn open_join_files(config: &ShimConfig, paths: &[PathBuf]) -> Result<Vec<OwnedFd
         .collect()
 }
 
+/// Opens the files in which the work's processes and their limit are counted, if there are any.
+fn open_process_count(config: &ShimConfig) -> Result<Option<[OwnedFd; 2]>, BuildError> {
+    let Some(events) = config.cgroup.pids_file.as_ref().filter(|path| !is_switched_off(config, path)) else {
+        return Ok(None);
+    };
+    let open_one = |name: &str| {
+        let path = events.with_file_name(name);
+        open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).step_at("open cgroup file", path)
+    };
+    Ok(Some([open_one("pids.current")?, open_one("pids.max")?]))
+}
+
 /// Whether the hierarchy of `path` is one that a control experiment leaves off. With cgroup v2 there is one hierarchy
 /// for all, and whoever makes the groups for the experiment leaves the limit away instead.
 fn is_switched_off(config: &ShimConfig, path: &Path) -> bool {
@@ -236,14 +251,19 @@ fn bind_listener(path: &Path) -> Result<UnixListener, BuildError> {
 fn agent_config<'a>(
     config: &ShimConfig,
     work_join: &'a [OwnedFd],
+    process_count: Option<&'a [OwnedFd; 2]>,
 ) -> Result<(OwnedFd, Vec<(std::os::fd::BorrowedFd<'a>, RawFd)>), BuildError> {
     const STEP: &str = "write agent config";
+    let files = work_join.iter().chain(process_count.into_iter().flatten());
     let inherited: Vec<_> =
-        work_join.iter().zip(LISTENER_FD + 1..).map(|(file, number)| (file.as_fd(), number)).collect();
+        files.zip(LISTENER_FD + 1..).map(|(file, number)| (file.as_fd(), number)).collect();
+    let numbers: Vec<RawFd> = inherited.iter().map(|(_, number)| *number).collect();
+    let (work_join_fds, counts) = numbers.split_at(work_join.len());
     let agent = AgentConfig {
         sandbox_id: config.sandbox_id.clone(),
         listener_fd: LISTENER_FD,
-        work_join_fds: inherited.iter().map(|(_, number)| *number).collect(),
+        work_join_fds: work_join_fds.to_vec(),
+        process_count_fds: counts.first().copied().zip(counts.get(1).copied()),
         env: config.env.clone(),
         cwd: config.cwd.clone(),
         id_count: config.id_count,

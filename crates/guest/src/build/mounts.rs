@@ -47,14 +47,19 @@ struct MountAttr {
     userns_fd: u64,
 }
 
-/// Sets `attributes` on the detached or attached mount `mount`, with all mounts below when `recursive`.
+/// Sets `attributes` on the detached or attached mount `mount`, with all mounts below when `recursive`, and lets nothing
+/// that is mounted on the host later appear in it.
 pub(super) fn set_attributes(
     mount: BorrowedFd<'_>,
     attributes: MountAttrFlags,
     recursive: bool,
 ) -> Result<(), Errno> {
-    let argument =
-        MountAttr { attr_set: u64::from(attributes.bits()), attr_clr: 0, propagation: 0, userns_fd: 0 };
+    let argument = MountAttr {
+        attr_set: u64::from(attributes.bits()),
+        attr_clr: 0,
+        propagation: libc::MS_PRIVATE,
+        userns_fd: 0,
+    };
     let flags = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
     // SAFETY: the descriptor is open for the call, the path is a NUL-terminated empty string, and the kernel reads
     // exactly the 32 bytes of `argument`.
@@ -89,9 +94,7 @@ pub(super) fn clone_tree(
         flags |= OpenTreeFlags::AT_RECURSIVE;
     }
     let tree = open_tree(directory, path.as_ref(), flags)?;
-    if !attributes.is_empty() {
-        set_attributes(tree.as_fd(), attributes, recursive)?;
-    }
+    set_attributes(tree.as_fd(), attributes, recursive)?;
     Ok(tree)
 }
 

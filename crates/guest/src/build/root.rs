@@ -33,8 +33,8 @@ const DEVICE_LINKS: &[(&str, &str)] = &[
 ];
 /// The group `tty` of the synthesised `/etc/group`, which owns terminals.
 const TTY_GROUP: u32 = 5;
-/// Terminals of one sandbox; the host's own limit is 4096 for all.
-const TERMINALS_MAX: &str = "256";
+/// Terminals of one sandbox. All of them share 3072 of the host's (`kernel.pty.max` less its reserve).
+const TERMINALS_MAX: &str = "64";
 /// Bound of `/dev/shm`, as for `/run` on top of the memory limit that its pages count against; four times what
 /// container engines give by default, because browsers and data loaders run out of that.
 const SHM_BYTES: &str = "268435456";

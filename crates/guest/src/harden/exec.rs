@@ -28,6 +28,7 @@ pub struct PreparedExec {
     gid: Gid,
     groups: Vec<Gid>,
     work_join_fds: Vec<RawFd>,
+    process_count_fds: Option<(RawFd, RawFd)>,
     /// `None` only when a control experiment leaves Landlock off.
     ruleset_fd: Option<RawFd>,
     open_files: Rlimit,
@@ -72,6 +73,7 @@ pub fn prepare_exec(
         gid: Gid::from_raw(gid),
         groups: groups.iter().map(|id| Gid::from_raw(*id)).collect(),
         work_join_fds: config.work_join_fds.clone(),
+        process_count_fds: config.process_count_fds,
         ruleset_fd,
         open_files: Rlimit { current: Some(OPEN_FILES_SOFT.min(hard)), maximum: Some(hard) },
         sets_no_new_privs: !config.is_off(Defence::NoNewPrivileges),
@@ -86,7 +88,7 @@ pub fn prepare_exec(
 ///
 /// # Errors
 ///
-/// The first call that failed. `EAGAIN` and `ENOMEM` from the cgroups mean that a limit of the sandbox is reached.
+/// The first call that failed. `EAGAIN` means that the sandbox has as many processes as it may.
 ///
 /// # Safety
 ///
@@ -98,6 +100,13 @@ pub unsafe fn apply_exec(prepared: &PreparedExec) -> Result<(), Errno> {
         if unsafe { libc::write(*fd, c"0".as_ptr().cast(), 1) } != 1 {
             return Err(last_errno());
         }
+    }
+    if let Some((current, max)) = prepared.process_count_fds
+        && let (Some(current), Some(max)) = (read_count(current), read_count(max))
+        && current > max
+    {
+        // The kernel refuses a fork beyond the limit, and never a process that moves in.
+        return Err(Errno::AGAIN);
     }
     setrlimit(Resource::Nofile, prepared.open_files)?;
     if prepared.sets_no_new_privs {
@@ -133,4 +142,19 @@ fn reset_signals() -> Result<(), Errno> {
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut())
     };
     if result == 0 { Ok(()) } else { Err(last_errno()) }
+}
+
+/// Reads a count of a control group; `None` for the word `max`, and for what cannot be read. Neither allocates nor locks.
+fn read_count(fd: RawFd) -> Option<u64> {
+    let mut buffer = [0_u8; 32];
+    // SAFETY: the buffer is plain memory of this frame, and the call writes at most its length.
+    // JUSTIFICATION: pid 1 holds the files as numbers, as they came, for life.
+    let length = unsafe { libc::pread(fd, buffer.as_mut_ptr().cast(), buffer.len(), 0) };
+    let text = buffer.get(..usize::try_from(length).ok()?)?;
+    let digits = text.iter().take_while(|byte| byte.is_ascii_digit());
+    let mut count: Option<u64> = None;
+    for digit in digits {
+        count = Some(count.unwrap_or(0).saturating_mul(10).saturating_add(u64::from(digit - b'0')));
+    }
+    count
 }

@@ -52,6 +52,8 @@ pub struct AgentConfig {
     pub listener_fd: RawFd,
     /// Descriptors of the files that a forked child writes `0` to so that it joins the work's cgroups.
     pub work_join_fds: Vec<RawFd>,
+    /// Descriptors of the files that hold how many processes the work has, and how many it may have.
+    pub process_count_fds: Option<(RawFd, RawFd)>,
     /// Environment of every exec, before its own.
     pub env: BTreeMap<String, String>,
     /// Directory of an exec that names none.

@@ -80,6 +80,7 @@ pub fn pid1_apply(config: &AgentConfig) -> Result<(), HardenError> {
 fn close_others(config: &AgentConfig) -> Result<(), Errno> {
     let mut kept: Vec<RawFd> = config.work_join_fds.clone();
     kept.push(config.listener_fd);
+    kept.extend(config.process_count_fds.into_iter().flat_map(|(current, max)| [current, max]));
     kept.sort_unstable();
     let mut next = 3;
     for fd in kept {

@@ -16,7 +16,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::config::{DiskConfig, ShimConfig};
 
@@ -31,12 +31,16 @@ const NO_ROOM_BYTES: u64 = 64 * 1024;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) oom_kills: u64,
+    /// Kills in the guest agent's own group, which no program can cause.
+    pub(super) agent_oom_kills: u64,
     pub(super) pids_limit_hits: u64,
 }
 
 /// Where the counts are read, kept open: an exec reads them twice.
 pub(super) struct Counters {
     oom: Option<File>,
+    /// The same for the guest agent's own group.
+    agent_oom: Option<File>,
     pids: Option<File>,
     layer: OwnedFd,
     /// Where the layer's filesystem counts its errors, and how many it had at the start.
@@ -59,7 +63,15 @@ impl Counters {
             DiskConfig::Loop { image } => image.parent().and_then(|directory| File::open(directory).ok()),
             DiskConfig::Directory { .. } | DiskConfig::Tmpfs { .. } => None,
         };
-        Self { oom: open(&cgroup.oom_file), pids: open(&cgroup.pids_file), layer, errors, below }
+        let agent_oom_file = cgroup.oom_file.as_deref().and_then(agent_sibling);
+        Self {
+            oom: open(&cgroup.oom_file),
+            agent_oom: open(&agent_oom_file),
+            pids: open(&cgroup.pids_file),
+            layer,
+            errors,
+            below,
+        }
     }
 
     /// Does something with the top directory of the writable layer.
@@ -70,6 +82,7 @@ impl Counters {
     pub(super) fn read(&self) -> Counts {
         Counts {
             oom_kills: self.oom.as_ref().map_or(0, |file| count(file, "oom_kill")),
+            agent_oom_kills: self.agent_oom.as_ref().map_or(0, |file| count(file, "oom_kill")),
             pids_limit_hits: self.pids.as_ref().map_or(0, |file| count(file, "max")),
         }
     }
@@ -117,6 +130,11 @@ fn number(file: &File) -> u64 {
     let mut buffer = [0; 32];
     let length = file.read_at(&mut buffer, 0).unwrap_or(0);
     String::from_utf8_lossy(&buffer[..length]).trim().parse().unwrap_or(0)
+}
+
+/// Returns the file of the guest agent's group that `work`'s file has its name from: the groups are siblings.
+fn agent_sibling(work: &Path) -> Option<PathBuf> {
+    Some(work.parent()?.parent()?.join("agent").join(work.file_name()?))
 }
 
 fn is_full(size_bytes: u64, free_bytes: u64) -> bool {

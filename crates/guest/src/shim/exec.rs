@@ -377,7 +377,9 @@ fn conclude(shim: &Shim, ended: Result<guest::Exit, String>, before: Counts) -> 
     exit.message = exit.message.chars().take(MESSAGE_MAX_CHARS).collect();
     // Times, counts and limits are the host's own; the guest's clock and word do not matter.
     exit.exited_unix_ms = unix_ms();
-    exit.pids_limit_hit = after.pids_limit_hits > before.pids_limit_hits;
+    // A process that would be one too many is turned back by the guest agent: the kernel counts only forks.
+    let is_turned_back = exit.reason == ExitReason::NotStarted && exit.pids_limit_hit;
+    exit.pids_limit_hit = is_turned_back || after.pids_limit_hits > before.pids_limit_hits;
     exit.memory_limit_hit = after.oom_kills > before.oom_kills;
     exit.disk_full = exit.failed() && shim.counters.disk_full();
     // Whatever it returned: what it wrote may never have reached the disk.

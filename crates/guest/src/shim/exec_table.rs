@@ -25,6 +25,8 @@ use crate::fault::POINTS;
 use crate::frames::{Body, FRAME_MAX_BYTES};
 use crate::spool::{self, Writer};
 
+/// Execs that run at the same time. The guest agent has buffers for each, and memory for this many and as much again.
+const RUNNING_MAX: usize = 256;
 /// Room that an answer with the spec needs for everything else in it.
 const ANSWER_RESERVE_BYTES: usize = 16 * 1024;
 /// How long the guest agent may take for an answer that depends on nothing but itself.
@@ -84,6 +86,11 @@ impl ExecTable {
     /// Returns all execs, oldest first.
     pub(super) fn all(&self) -> Vec<Rc<Exec>> {
         self.execs.borrow().clone()
+    }
+
+    /// Returns how many run.
+    fn running(&self) -> usize {
+        self.execs.borrow().iter().filter(|exec| exec.exit().is_none()).count()
     }
 
     /// Gives each exec that runs its part of the session's bound.
@@ -170,6 +177,12 @@ pub(super) async fn start(
     if !shim.identity.borrow().is_claimed {
         // A program's files and processes would be there when the next owner comes.
         return Err(Refusal::new(ErrorKind::NotRunning, "the sandbox is nobody's yet"));
+    }
+    if shim.execs.running() >= RUNNING_MAX {
+        return Err(Refusal::new(
+            ErrorKind::Exhausted,
+            format!("{RUNNING_MAX} execs run in this sandbox, which is all that it may have at a time"),
+        ));
     }
     let evicted = shim.execs.evict(usize::try_from(shim.config.execs_max).unwrap_or(usize::MAX))?;
     for dir in evicted {

@@ -334,6 +334,8 @@ fn classify(shim: &Shim, status: i32, before: Counts) -> SandboxExitRecord {
         ("stopped", "the sandbox was stopped as asked".to_owned())
     } else if killed && after.oom_kills > before.oom_kills {
         ("out_of_memory", "the kernel killed the sandbox at its memory limit".to_owned())
+    } else if killed && after.agent_oom_kills > before.agent_oom_kills {
+        ("crashed", "the guest agent reached its own memory limit, and the sandbox ended with it".to_owned())
     } else if killed && shim.unanswering.get() {
         ("crashed", "the guest agent no longer answered, and the sandbox was killed".to_owned())
     } else if killed {

@@ -24,6 +24,7 @@ pub(super) fn start(config: &ShimConfig) -> io::Result<StartedSandbox> {
         sandbox_id: config.sandbox_id.clone(),
         listener_fd: inherited.as_raw_fd(),
         work_join_fds: Vec::new(),
+        process_count_fds: None,
         env: config.env.clone(),
         cwd: config.cwd.clone(),
         id_count: config.id_count,

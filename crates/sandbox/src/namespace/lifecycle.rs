@@ -28,9 +28,10 @@ enum Found {
 impl NamespaceBackend {
     pub(super) async fn adopt_all(&self) -> Result<(Vec<Arc<NamespaceSandbox>>, Vec<Gone>), SandboxError> {
         self.discard_left_warm().await?;
-        let paths = self.inner.paths().clone();
+        let inner = Arc::clone(&self.inner);
         blocking("sweep", move || {
-            reap::sweep(&paths).map_err(|error| SandboxError::failed("finish earlier removals", error))
+            reap::sweep(inner.paths(), |id| inner.plan_groups(id))
+                .map_err(|error| SandboxError::failed("finish earlier removals", error))
         })
         .await?;
         let mut running = Vec::new();

@@ -38,12 +38,12 @@ use async_trait::async_trait;
 use cloister_guest::shim::config::Defence;
 use cloister_guest::spool::{self, EndedReader};
 use cloister_types::exec::ExecRecord;
-use cloister_types::{BackendKind, Capability, ExecId, SessionId};
+use cloister_types::{BackendKind, Capability, ExecId, SandboxId, SessionId};
 
 use crate::backend::{
     Backend, Created, Gone, HostPaths, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec,
 };
-use crate::cgroup::{self, CgroupDriver};
+use crate::cgroup::{self, CgroupDriver, GroupSet};
 use crate::disk::DiskDriver;
 use crate::guest_binary;
 use crate::id_range::IdRangeAllocator;
@@ -159,6 +159,11 @@ impl Inner {
             Ok(driver) => Ok(driver.as_ref()),
             Err(reason) => Err(SandboxError::failed("find control groups", reason.clone())),
         }
+    }
+
+    /// Returns the control groups of a sandbox with this id; none on a machine without.
+    fn plan_groups(&self, sandbox_id: &SandboxId) -> Option<GroupSet> {
+        self.cgroups.as_ref().ok().map(|driver| driver.plan(&self.instance, sandbox_id.as_str()))
     }
 
     /// Returns the lock under which a session's sandbox is made and removed.

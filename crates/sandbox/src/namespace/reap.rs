@@ -10,14 +10,16 @@ use std::time::{Duration, Instant};
 
 use cloister_guest::shim::config::{DiskConfig, SandboxExitRecord};
 use cloister_guest::spool;
+use cloister_types::SandboxId;
 use cloister_types::session::Reason;
 use rustix::fs::FlockOperation;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{chain, children, unix_ms};
 use crate::backend::{Gone, HostPaths, SandboxError};
+use crate::cgroup::GroupSet;
 use crate::fault::POINTS;
-use crate::intent::{INTENT_FILE, Intent, read_record, write_record};
+use crate::intent::{INTENT_FILE, Intent, RecordError, read_record, write_record};
 use crate::{disk, layout};
 
 /// How long a shim may take to write how its sandbox ended once pid 1 is dead: it writes one small file.
@@ -218,19 +220,21 @@ fn seal_execs(paths: &HostPaths, intent: &Intent, message: &str) -> Result<bool,
 }
 
 /// Goes on with removals that a crash cut, and removes what was made before it had its name: directories of sandboxes
-/// without an intent, and half-written files. One process owns a data directory, so that what this one is not making is
-/// made by nobody.
+/// without an intent that can be read, and half-written files. One process owns a data directory, so that what this one is
+/// not making is made by nobody. `plan` names the control groups that a sandbox has.
 ///
 /// # Errors
 ///
-/// When a directory cannot be read or removed.
-pub(super) fn sweep(paths: &HostPaths) -> io::Result<()> {
+/// When a directory cannot be read or removed, or a sandbox without an intent cannot be ended.
+pub(super) fn sweep(paths: &HostPaths, plan: impl Fn(&SandboxId) -> Option<GroupSet>) -> io::Result<()> {
     layout::sweep_tombstones(&paths.sandboxes_dir())?;
     layout::sweep_tombstones(&paths.sessions_dir())?;
-    for sandbox_id in layout::ids_in::<cloister_types::SandboxId>(&paths.sandboxes_dir())? {
+    for sandbox_id in layout::ids_in::<SandboxId>(&paths.sandboxes_dir())? {
         let directory = paths.sandbox_dir(&sandbox_id);
         // In this order: one whose making ends between the two looks has its intent.
-        if !children::is_making(&sandbox_id) && !directory.join(INTENT_FILE).exists() {
+        if !children::is_making(&sandbox_id) && !has_intent(&directory) {
+            end_unknown(&directory, plan(&sandbox_id))?;
+            layout::remove_file(&paths.shim_socket(&sandbox_id))?;
             layout::remove_dir(&directory)?;
         }
     }
@@ -239,12 +243,68 @@ pub(super) fn sweep(paths: &HostPaths) -> io::Result<()> {
     layout::sweep_unfinished(&paths.data_dir.join("bin"))
 }
 
+/// Returns whether what a sandbox has taken is written down. A disk that does not answer says nothing about that.
+fn has_intent(directory: &Path) -> bool {
+    match read_record::<Intent>(&directory.join(INTENT_FILE)) {
+        Ok(intent) => intent.is_some(),
+        Err(RecordError::Parse { path, source }) => {
+            tracing::warn!(path = %path.display(), error = %source, "a sandbox's intent makes no sense: it is ended");
+            false
+        }
+        Err(_) => true,
+    }
+}
+
+/// Ends a sandbox of which nothing is known but its directory. Its shim is who holds the lock there.
+fn end_unknown(directory: &Path, groups: Option<GroupSet>) -> io::Result<()> {
+    let deadline = Instant::now() + DEADLINE;
+    let lock = directory.join("lock");
+    if is_shim_alive(directory) {
+        if let Some(shim) = lock_holder(&lock)? {
+            tracing::warn!(directory = %directory.display(), pid = shim.as_raw_nonzero(), "a sandbox without an intent runs: killing it");
+            if let Ok(pinned) = rustix::process::pidfd_open(shim, PidfdFlags::empty())
+                && lock_holder(&lock)? == Some(shim)
+            {
+                // It may have ended by now, which is what was wanted.
+                let _ = rustix::process::pidfd_send_signal(pinned.as_fd(), Signal::KILL);
+            }
+        }
+        if !wait_for_shim(directory, deadline) {
+            return Err(io::Error::other(format!("the shim that holds `{}` does not end", lock.display())));
+        }
+    }
+    if let Some(groups) = groups {
+        groups.kill_all(deadline).and_then(|()| groups.remove(deadline)).map_err(io::Error::other)?;
+    }
+    Ok(())
+}
+
+/// Returns who holds a lock of flock(2) on a file, as `/proc/locks` has it: `1: FLOCK ADVISORY WRITE 42 08:01:77 0 EOF`.
+fn lock_holder(path: &Path) -> io::Result<Option<Pid>> {
+    let inode = match fs::metadata(path) {
+        Ok(metadata) => std::os::unix::fs::MetadataExt::ino(&metadata).to_string(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let locks = fs::read_to_string("/proc/locks")?;
+    let holder = locks.lines().find_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let is_it = words.get(1) == Some(&"FLOCK") && words.get(5)?.rsplit(':').next() == Some(&inode);
+        is_it.then(|| words.get(4)?.parse().ok()).flatten().and_then(Pid::from_raw)
+    });
+    // Inode numbers are a filesystem's own: the holder must also be a shim with the file open.
+    let Some(holder) = holder else { return Ok(None) };
+    let fds = fs::read_dir(format!("/proc/{}/fd", holder.as_raw_nonzero()));
+    let has_it =
+        fds.into_iter().flatten().flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == path));
+    Ok(has_it.then_some(holder))
+}
+
 #[cfg(test)]
 mod tests {
-    use cloister_types::{Limits, SandboxId, SessionId};
+    use cloister_types::{Limits, SessionId};
 
     use super::*;
-    use crate::cgroup::GroupSet;
     use crate::id_range::IdRange;
     use crate::intent::write_record;
 
@@ -328,6 +388,29 @@ mod tests {
         assert!(is_shim_alive(directory.path()));
         drop(lock);
         assert!(!is_shim_alive(directory.path()));
+    }
+
+    #[test]
+    fn a_sandbox_without_an_intent_is_ended_before_its_directory_goes() {
+        let (_directory, paths) = host();
+        for intent in [None, Some("{ torn")] {
+            let directory = paths.sandbox_dir(&SandboxId::generate());
+            fs::create_dir(&directory).unwrap();
+            if let Some(text) = intent {
+                fs::write(directory.join(INTENT_FILE), text).unwrap();
+            }
+            let lock = directory.join("lock");
+            let mut shim = std::process::Command::new("flock");
+            let mut shim = shim.arg("--no-fork").arg(&lock).args(["sleep", "600"]).spawn().unwrap();
+            while !is_shim_alive(&directory) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let holder = lock_holder(&lock).unwrap().expect("somebody holds it");
+            assert_eq!(holder.as_raw_nonzero().get(), i32::try_from(shim.id()).unwrap());
+            sweep(&paths, |_| None).unwrap();
+            assert!(!directory.exists());
+            shim.wait().unwrap();
+        }
     }
 
     #[test]

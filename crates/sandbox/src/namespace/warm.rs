@@ -293,14 +293,14 @@ impl NamespaceBackend {
         blocking("discard warm sandboxes", move || {
             let paths = inner.paths().warm();
             let failed = |error| SandboxError::failed("list warm sandboxes", error);
-            reap::sweep(&paths).map_err(failed)?;
+            reap::sweep(&paths, |id| inner.plan_groups(id)).map_err(failed)?;
             let held = inner.warm.lock().held.clone();
             let mut sessions = BTreeSet::new();
             for sandbox_id in layout::ids_in::<SandboxId>(&paths.sandboxes_dir()).map_err(failed)? {
                 let file = paths.sandbox_dir(&sandbox_id).join(INTENT_FILE);
                 let intent = match read_record::<Intent>(&file) {
                     Ok(Some(intent)) => intent,
-                    // One that was just begun, or of a later version.
+                    // One that was just begun.
                     Ok(None) => continue,
                     Err(error) => {
                         tracing::error!(%sandbox_id, error = %chain(&error), "the intent of a warm sandbox cannot be read; it is left alone");

@@ -32453,7 +32453,8 @@ pub trait ExecsService: Send + Sync + 'static {
             impl ::connectrpc::Encodable<GetExecResponse> + Send + use<'a, Self>,
         >,
     > + Send;
-    /// Lists the execs of a session, oldest first.
+    /// Lists the execs of a session, oldest first. Here `spec.argv` has 256 bytes at most, `spec.env` is left out, and a message
+    /// has 256 characters at most; GetExec has all of it.
     ///
     /// `'a` lets the response body borrow from `&self` (e.g. server-resident state).
     ///

@@ -127,7 +127,8 @@ const BY_ARGUMENT: &[(libc::c_long, Decision)] = &[
     (libc::SYS_mknod, MKNOD),
 ];
 
-/// Calls that exist and are refused by name. io_uring, `statmount` and `listmount` are missing on purpose: they answer
+/// Calls that exist and are refused by name. io_uring, the older asynchronous I/O (whose contexts are bounded for the
+/// machine as a whole, `fs.aio-max-nr`), `statmount` and `listmount` are missing on purpose: they answer
 /// `ENOSYS` like anything unknown, by which libraries take their other way.
 const NOT_PERMITTED_CALLS: &[libc::c_long] = &[
     libc::SYS_acct,
@@ -271,11 +272,6 @@ const ALLOWED_CALLS: &[libc::c_long] = &[
     libc::SYS_inotify_init1,
     libc::SYS_inotify_add_watch,
     libc::SYS_inotify_rm_watch,
-    libc::SYS_io_setup,
-    libc::SYS_io_destroy,
-    libc::SYS_io_submit,
-    libc::SYS_io_cancel,
-    libc::SYS_io_getevents,
     libc::SYS_pipe2,
     // Memory.
     libc::SYS_mmap,
