@@ -359,3 +359,46 @@ fn doctor_works_without_anything_running() {
         skip("PostgreSQL is not installed");
     }
 }
+
+#[test]
+fn down_says_when_a_sandbox_does_not_stop_and_a_lost_intent_keeps_nothing_alive() {
+    if !can_run() {
+        return;
+    }
+    let mut up = Up::start_with(|_| vec![("CLOISTER_HOST_WARM_SANDBOXES", "0".to_owned())]);
+    up.ok(&["session", "create", "--name", "box"]);
+    let (shim, _) = up.sandbox_processes();
+    let sandboxes = up.path("data/host/sandboxes");
+    let intent = std::fs::read_dir(&sandboxes).unwrap().flatten().next().unwrap().path().join("intent.json");
+    std::fs::remove_file(&intent).unwrap();
+    up.kill_role("host");
+    wait_for("the session to be paused", || {
+        let session = up.json(&["session", "get", "box"])["session"]["state"].clone();
+        if session == "SESSION_STATE_PAUSED" { Ok(()) } else { Err(session.to_string()) }
+    });
+    wait_for("the shim to end", || if support::is_alive(shim) { Err(shim.to_string()) } else { Ok(()) });
+    up.ok(&["session", "resume", "box"]);
+    up.run(&["exec", "box", "--", "true"]).expect(0);
+
+    // What looks like a shim of ours and lives on after everything has stopped.
+    assert_eq!(up.interrupt(), Some(0));
+    let config = sandboxes.join("sbx_x/shim.json").display().to_string();
+    // It ends with its standard input, so that it does not outlive this test either.
+    std::fs::write(up.path("shim"), "while read line; do :; done").unwrap();
+    let mut left = up.program("sh");
+    let mut left = left
+        .args(["shim", "--config", &config])
+        .current_dir(up.directory())
+        .stdin(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = left.id().to_string();
+    up.run(&["down", "--purge", "--yes"]).expect(1).says(&["1 sandboxes still run", &pid, "kill -9"]);
+    assert!(up.path("data").exists());
+    left.kill().unwrap();
+    left.wait().unwrap();
+    up.ok(&["up", "--detach", "--listen", "127.0.0.1:0"]);
+    up.ok(&["session", "delete", "box"]);
+    up.ok(&["down", "--purge", "--yes"]);
+    assert_eq!(up.processes(), Vec::<String>::new());
+}

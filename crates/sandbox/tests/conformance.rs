@@ -249,6 +249,7 @@ cases! {
     memory_limit_is_reported_by_name,
     the_sandbox_survives_the_work_running_out_of_memory,
     process_limit_is_reported_by_name,
+    execs_count_for_the_process_limit,
     full_disk_is_reported_by_name,
     cpu_limit_slows_the_program,
     network_is_refused_at_once,

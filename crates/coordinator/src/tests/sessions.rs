@@ -2,6 +2,7 @@
 //! every state, lost and returning hosts, failed starts, watching, crash of the coordinator. Fallback polling is at one
 //! hour throughout, so that notices and due times must be enough.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -487,4 +488,37 @@ async fn pages_and_filters_show_each_session_once() {
     };
     let even = owner.sessions().list_sessions(request).await.expect("list").into_owned();
     assert_eq!(even.sessions.len(), 4);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_page_of_large_sessions_is_one_that_a_client_takes() {
+    let Some(coordinator) = TestCoordinator::start().await else { return };
+    let owner = coordinator.owner().await;
+    let labels: HashMap<String, String> =
+        (0..64).map(|index| (format!("k{index}"), "\u{1f980}".repeat(255))).collect();
+    let mut made = Vec::new();
+    for index in 0..80 {
+        let request = CreateSessionRequest {
+            labels: labels.clone().into_iter().collect(),
+            wait_ms: 0,
+            ..create(&format!("c{index}"))
+        };
+        made.push(
+            owner.sessions().create_session(request).await.expect("create").into_owned().session.id.clone(),
+        );
+    }
+    let (mut listed, mut page_token, mut pages) = (Vec::new(), String::new(), 0);
+    loop {
+        let request = ListSessionsRequest { page_size: 500, page_token, ..Default::default() };
+        let page = owner.sessions().list_sessions(request).await.expect("a page").into_owned();
+        listed.extend(page.sessions.iter().map(|session| session.id.clone()));
+        pages += 1;
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            break;
+        }
+    }
+    made.reverse();
+    assert!(listed == made, "{} of {} in {pages} pages", listed.len(), made.len());
+    assert!(pages > 4, "{pages} pages of 5 MiB");
 }

@@ -154,7 +154,7 @@ impl ChildPlan<'_> {
 
     fn unshare_user_namespace(&self) -> Result<(), Failure> {
         const STEP: &str = "become the sandbox's first user";
-        if !self.is_off(Defence::UserNamespace) {
+        if !self.is_off(Defence::UserNamespace) && !self.is_off(Defence::OwnAccount) {
             // The kernel charges inotify instances, timers, queued signals and namespaces to whoever made the user namespace,
             // up to the host: to root they would all be one account, which one sandbox could empty for everybody.
             let queued = Some(QUEUED_SIGNALS_MAX);

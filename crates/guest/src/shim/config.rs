@@ -130,11 +130,13 @@ pub enum Defence {
     FrameBound,
     /// The disk limit.
     DiskLimit,
+    /// What the kernel counts for a user is counted for the sandbox's own, not for the machine's root.
+    OwnAccount,
 }
 
 impl Defence {
     /// Every defence, for tests that want a control of each.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Seccomp,
         Self::Landlock,
         Self::Capabilities,
@@ -150,6 +152,7 @@ impl Defence {
         Self::SpoolBound,
         Self::FrameBound,
         Self::DiskLimit,
+        Self::OwnAccount,
     ];
 }
 

@@ -139,6 +139,7 @@ pub(crate) fn run(name: &str, argument: &str) -> String {
             Ok(_) => "ok".to_owned(),
             Err(error) => name_of(&error),
         },
+        "hold_inotify" => hold_inotify(argument.parse().unwrap()),
         "fill" => fill(argument),
         "become_agent" => {
             // SAFETY: changes only this process.
@@ -169,6 +170,40 @@ fn fork_sleeper() -> std::io::Result<i32> {
         pid if pid > 0 => Ok(pid),
         _ => Err(std::io::Error::last_os_error()),
     }
+}
+
+/// Leaves a child behind that holds inotify instances until the sandbox ends, and nothing that the answer is read from.
+fn hold_inotify(count: u32) -> String {
+    let (mut told, tell) = std::io::pipe().unwrap();
+    // SAFETY: this process has one thread, and the child uses only what is its own.
+    if unsafe { libc::fork() } == 0 {
+        let kept = std::os::fd::AsRawFd::as_raw_fd(&tell);
+        let kept = u32::try_from(kept).unwrap();
+        // SAFETY: numbers only; what is closed here is used no more.
+        unsafe {
+            libc::close_range(0, kept - 1, 0);
+            libc::close_range(kept + 1, u32::MAX, 0);
+        }
+        let held = (0..count).all(|_| inotify_instance() >= 0);
+        let error = std::io::Error::last_os_error();
+        let word = if held { "ok".to_owned() } else { name_of(&error) };
+        let _ = std::io::Write::write_all(&mut &tell, word.as_bytes());
+        drop(tell);
+        loop {
+            // SAFETY: waits for a signal.
+            unsafe { libc::pause() };
+        }
+    }
+    drop(tell);
+    let mut word = String::new();
+    std::io::Read::read_to_string(&mut told, &mut word).unwrap();
+    word
+}
+
+/// Returns the descriptor of a new inotify instance, or -1.
+pub(crate) fn inotify_instance() -> i32 {
+    // SAFETY: takes a number only.
+    unsafe { libc::inotify_init1(libc::IN_CLOEXEC) }
 }
 
 fn end(children: &[i32]) {

@@ -60,6 +60,7 @@ pub(crate) const ALL: &[Case] = cases![
     control_spool_bound,
     control_frame_bound,
     control_disk_limit,
+    control_own_account,
     common_programs_work,
 ];
 
@@ -90,6 +91,7 @@ controls! {
     control_spool_bound: SpoolBound,
     control_frame_bound: FrameBound,
     control_disk_limit: DiskLimit,
+    control_own_account: OwnAccount,
 }
 
 fn namespaces_and_privileges_are_what_the_facts_say() {
@@ -258,6 +260,7 @@ const REFUSED: &[(&str, libc::c_long, &str)] = &[
     ("clone(NEWUSER)", libc::SYS_clone, "0x10000011 0 0 0 0"),
     ("personality(READ_IMPLIES_EXEC)", libc::SYS_personality, "0x0400000"),
     ("syslog", libc::SYS_syslog, "10 0 0"),
+    ("io_setup", libc::SYS_io_setup, "1 0"),
     ("newer than the table", 1023, "0"),
 ];
 

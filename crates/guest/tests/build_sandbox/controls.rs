@@ -5,6 +5,7 @@
 //! shows is the one defence alone; with all of them up the attack is stopped in any case, which is tried first.
 
 use std::fs;
+use std::os::fd::FromRawFd as _;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::os::unix::process::CommandExt;
@@ -39,6 +40,14 @@ use Defence as D;
 
 /// At least one for each defence; [`every_defence_has_a_control`] sees to that.
 const CONTROLS: &[Control] = &[
+    Control {
+        defence: D::OwnAccount,
+        attack: "holding inotify instances of the machine's root",
+        others: &[],
+        stopped_as: &["the machine has as many as before"],
+        run: inotify_of_the_machine,
+        twin: || Sandbox::start().attack("hold_inotify", "1"),
+    },
     Control {
         defence: D::Seccomp,
         attack: "userfaultfd, to stop the kernel at a page of one's choice",
@@ -469,5 +478,28 @@ pub(crate) fn missing(defence: Defence) -> Option<String> {
             (abi < 6).then(|| format!("Landlock {abi} has no scopes yet"))
         }
         _ => None,
+    }
+}
+
+/// Holds some inotify instances inside, and looks how many the machine's root has left.
+fn inotify_of_the_machine(off: &[Defence]) -> String {
+    const HELD: usize = 40;
+    let room = || {
+        let instances: Vec<i32> = std::iter::repeat_with(crate::attack::inotify_instance)
+            .take(4096)
+            .take_while(|fd| *fd >= 0)
+            .collect();
+        // SAFETY: each is open, ours, and used no more.
+        instances.iter().for_each(|fd| drop(unsafe { std::os::fd::OwnedFd::from_raw_fd(*fd) }));
+        instances.len()
+    };
+    let sandbox = Sandbox::without(off);
+    let before = room();
+    assert_eq!(sandbox.attack("hold_inotify", &HELD.to_string()), SUCCEEDED);
+    let after = room();
+    if after + HELD / 2 < before {
+        SUCCEEDED.to_owned()
+    } else {
+        "the machine has as many as before".to_owned()
     }
 }

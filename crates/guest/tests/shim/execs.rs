@@ -240,3 +240,55 @@ fn starting_reading_and_ending_takes_little_time() {
         assert!(times[30] < Duration::from_millis(100), "{:?}", times[30]);
     });
 }
+
+#[test]
+fn a_program_that_lets_its_parent_trace_it_has_not_ended() {
+    if !std::path::Path::new("/usr/bin/python3").exists() {
+        println!("SKIP: python3 is not installed");
+        return;
+    }
+    run(async {
+        let peer = Peer::start();
+        // Stopped by a signal while pid 1 is its tracer: no exit, whatever the number looks like.
+        let script = |signal: i32, then: &str| {
+            format!(
+                "import ctypes,os,signal,sys; signal.signal(signal.SIGUSR1, lambda *_: None)\n\
+                 ctypes.CDLL(None).ptrace(0,0,0,0); os.kill(os.getpid(),{signal}); print('went on', flush=True)\n{then}"
+            )
+        };
+        for signal in [5, 10, 17, 28] {
+            let program = argv(&["/usr/bin/python3", "-c", &script(signal, "sys.exit(3)")]);
+            let (stdout, stderr, exit) = peer.run(program).await;
+            let text = String::from_utf8_lossy(&stdout).into_owned();
+            assert_eq!(text, "went on\n", "{signal}: {}", String::from_utf8_lossy(&stderr));
+            assert_eq!((exit.reason, exit.code), (ExitReason::Exited, 3), "{signal}");
+        }
+        // What would end it ends it, and its time limit reaches it.
+        let (_, _, exit) = peer.run(argv(&["/usr/bin/python3", "-c", &script(15, "")])).await;
+        assert_eq!((exit.reason, exit.signal), (ExitReason::Signaled, Some(15)));
+        let timeout = Some(std::time::Duration::from_millis(500));
+        let program = argv(&["/usr/bin/python3", "-c", &script(17, "import time; time.sleep(600)")]);
+        let (_, _, exit) = peer.run(ExecSpec { timeout, ..program }).await;
+        assert_eq!(exit.reason, ExitReason::Timeout);
+    });
+}
+
+#[test]
+fn more_execs_at_a_time_than_the_agent_has_memory_for_are_refused() {
+    run(async {
+        let peer = Peer::start_with(|config| config.execs_max = 1024);
+        let mut records = Vec::new();
+        for _ in 0..256 {
+            records.push(peer.spawn(argv(&["sleep", "600"])).await);
+        }
+        let id = cloister_types::ExecId::generate();
+        let refused = peer.client.start_exec(&id, id.as_str(), &argv(&["true"])).await;
+        assert!(
+            refused.as_ref().is_err_and(|error| error.to_string().contains("256 execs run")),
+            "{refused:?}"
+        );
+        peer.client.signal(&records[0].exec_id, 9).await.unwrap();
+        peer.client.wait_exec(&records[0].exec_id, std::time::Duration::from_secs(30)).await.unwrap();
+        assert_eq!(peer.run(argv(&["true"])).await.2.code, 0);
+    });
+}

@@ -372,3 +372,30 @@ async fn without_a_backend_that_works_a_host_registers_and_refuses_with_the_reas
     assert!(machine.backend.called().is_empty());
     host.stop_with(link).await.unwrap();
 }
+
+#[tokio::test]
+async fn execs_of_any_size_are_listed_without_breaking_the_link() {
+    let mut machine = Machine::new(BackendKind::Sim).await;
+    let session = SessionId::generate();
+    let (host, mut link) = machine.start().await;
+    link.ask(&session, 1, create(&SandboxId::generate())).await.unwrap();
+    let long = "\u{e4}".repeat(450_000);
+    for _ in 0..12 {
+        link.ask(&session, 1, start(&ExecId::generate(), &["hold", "short", &long, "unseen"], true))
+            .await
+            .unwrap();
+    }
+    let Answer::Execs(list) = link.ask(&session, 1, ListExecs::default()).await.unwrap() else {
+        panic!("no list")
+    };
+    assert_eq!(list.execs.len(), 12);
+    for exec in &list.execs {
+        let [first, second, cut] = &exec.spec.argv[..] else { panic!("{:?}", exec.spec.argv.len()) };
+        assert_eq!((first.as_str(), second.as_str()), ("hold", "short"));
+        assert!(cut.len() < 256 && cut.ends_with('…'), "{cut}");
+    }
+    let get = GetExec { exec_id: list.execs[0].id.clone(), ..Default::default() };
+    let Answer::Exec(whole) = link.ask(&session, 1, get).await.unwrap() else { panic!("no exec") };
+    assert_eq!(whole.spec.argv[2], long);
+    host.stop_with(link).await.unwrap();
+}

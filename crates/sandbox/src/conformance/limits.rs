@@ -45,6 +45,22 @@ pub(super) async fn process_limit_is_reported_by_name(subject: &dyn Subject) {
     fixture.end().await;
 }
 
+pub(super) async fn execs_count_for_the_process_limit(subject: &dyn Subject) {
+    let fixture = Fixture::with_limits(subject, Limits { pids: 16, ..small_limits() }).await;
+    let mut running = Vec::new();
+    for _ in 0..16 {
+        running.push(fixture.start(&Program::Sleep(600)).await);
+    }
+    let (exit, _) = fixture.run(&Program::Exit(0)).await;
+    assert_eq!((exit.reason, exit.pids_limit_hit), (ExitReason::NotStarted, true), "{exit:?}");
+    assert!(exit.message.contains("processes"), "{exit:?}");
+    fixture.sandbox.signal(&running[0], 9).await.expect("signal");
+    fixture.wait(&running[0]).await;
+    let (exit, _) = fixture.run(&Program::Exit(0)).await;
+    assert_eq!((exit.reason, exit.pids_limit_hit), (ExitReason::Exited, false), "{exit:?}");
+    fixture.end().await;
+}
+
 pub(super) async fn full_disk_is_reported_by_name(subject: &dyn Subject) {
     let fixture = Fixture::new(subject).await;
     let (exit, _) = fixture.run(&Program::FillFile("/workspace/large".to_owned())).await;

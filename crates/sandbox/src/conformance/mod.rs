@@ -121,6 +121,7 @@ cases! {
     limits::memory_limit_is_reported_by_name,
     limits::the_sandbox_survives_the_work_running_out_of_memory,
     limits::process_limit_is_reported_by_name,
+    limits::execs_count_for_the_process_limit,
     limits::full_disk_is_reported_by_name,
     limits::cpu_limit_slows_the_program,
     limits::network_is_refused_at_once,

@@ -307,6 +307,16 @@ impl SimExec {
         });
     }
 
+    /// Ends an exec that would be one process too many.
+    pub(super) fn turn_back(&mut self, world: &World<'_>) {
+        let message = "the sandbox has as many processes as it may".to_owned();
+        self.record.pid = 0;
+        self.end(ExitReason::NotStarted, 126, None, message, world);
+        if let Some(exit) = &mut self.record.exit {
+            exit.pids_limit_hit = true;
+        }
+    }
+
     /// Returns how many bytes may be printed now.
     fn room(&self, world: &World<'_>) -> usize {
         match self.readers.values().min() {

@@ -232,6 +232,7 @@ impl Sandbox for SimSandbox {
                 return Err(SandboxError::Conflict(format!("exec `{exec_id}`")));
             }
             let pid = u32::try_from(session.execs.len()).unwrap_or(u32::MAX - 2) + 2;
+            let running = session.execs.iter().filter(|exec| !exec.has_ended()).count();
             let parsed = program::parse(&spec.argv);
             let record = ExecRecord {
                 exec_id: exec_id.clone(),
@@ -243,6 +244,9 @@ impl Sandbox for SimSandbox {
             };
             session.execs.push(SimExec::new(record, parsed.clone().unwrap_or_default(), now));
             state.on_exec(&self.spec, exec_id, |exec, world| match parsed {
+                Ok(_) if running >= usize::try_from(self.spec.limits.pids).unwrap_or(usize::MAX) => {
+                    exec.turn_back(world);
+                }
                 Ok(_) => {}
                 Err(ParseError::Unknown(name)) => {
                     let message = format!("`{name}` was not found");
