@@ -7,9 +7,9 @@
 # shellcheck disable=SC2034  # used by the scripts that source this
 RUN_PACKAGES=(ca-certificates curl e2fsprogs gcc libc6-dev pkg-config python3 util-linux)
 # What ./test needs beyond that: the tools' virtual environment, the linter of scripts, ps and top for the tests that
-# look for leftovers, and what the tests of terminals use.
+# look for leftovers, peers for the benchmark, and what the tests of terminals use.
 # shellcheck disable=SC2034  # used by ./test
-TEST_PACKAGES=(ncurses-base procps python3-venv shellcheck tmux vim)
+TEST_PACKAGES=(bubblewrap crun ncurses-base procps python3-venv shellcheck tmux vim)
 
 as_root() {
     if ((EUID == 0)); then
