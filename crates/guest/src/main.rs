@@ -1,4 +1,4 @@
-//! `cloister-guest`: `shim --config FILE` beside a sandbox, `agent` as pid 1 inside, `--version`.
+//! `cloister-guest`: `shim --config FILE` beside a sandbox, `agent` as pid 1 inside (`agent --config FILE` on gVisor), `--version`.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,7 +9,7 @@ use cloister_guest::shim::{self, Isolation};
 
 /// What the shell convention has for a wrong command line.
 const EXIT_USAGE: u8 = 2;
-const USAGE: &str = "usage: cloister-guest shim --config FILE | agent | --version";
+const USAGE: &str = "usage: cloister-guest shim --config FILE | agent [--config FILE] | --version";
 
 fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
@@ -17,6 +17,7 @@ fn main() -> ExitCode {
     match words.as_slice() {
         ["shim", "--config", _] => shim::run(Path::new(&arguments[2]), Isolation::Sandbox),
         ["agent"] => ended(agent::run_as_pid1()),
+        ["agent", "--config", _] => ended(agent::run_on_sentry(Path::new(&arguments[2]))),
         #[cfg(debug_assertions)]
         ["shim", "--unisolated", "--config", _] => shim::run(Path::new(&arguments[3]), Isolation::Plain),
         #[cfg(debug_assertions)]

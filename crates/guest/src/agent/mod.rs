@@ -24,6 +24,7 @@ mod exec;
 mod launch;
 mod output;
 mod reaper;
+pub(crate) mod sentry;
 mod serve;
 mod stdin;
 mod stop;
@@ -47,6 +48,7 @@ use crate::harden::{self, AgentConfig, HardenError};
 
 use self::exec::RunningExec;
 use self::reaper::Reaper;
+pub use self::sentry::run_on_sentry;
 
 /// Why the agent could not begin to serve.
 #[derive(Debug, thiserror::Error)]

@@ -38,6 +38,8 @@ pub(super) enum ChildMessage {
     },
     /// The child is in its user namespace and waits.
     NeedsMaps,
+    /// The keeper's sandbox runs.
+    Started,
     /// The child gives up and exits.
     Failed {
         /// What it tried.

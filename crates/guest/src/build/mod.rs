@@ -1,4 +1,4 @@
-//! Builds one sandbox of the `namespace` backend and starts its pid 1: everything between a [`ShimConfig`] and a guest
+//! Builds one sandbox and starts its pid 1, behind namespaces as below or on gVisor ([`gvisor`]): everything between a [`ShimConfig`] and a guest
 //! agent that runs.
 //!
 //! ```text
@@ -29,6 +29,7 @@
 
 mod child;
 mod error;
+pub(crate) mod gvisor;
 pub(crate) mod layer;
 mod link;
 mod loop_device;
@@ -53,8 +54,8 @@ pub use self::error::BuildError;
 use self::error::StepContext;
 use crate::etc;
 use crate::fault::POINTS;
-use crate::harden::{self, AgentConfig, CONFIG_FD};
-use crate::shim::config::{Defence, ShimConfig};
+use crate::harden::{self, AgentConfig, CONFIG_FD, GuestKernel};
+use crate::shim::config::{Defence, KernelConfig, ShimConfig};
 
 /// Number at which pid 1 finds its listener; its cgroup files follow.
 const LISTENER_FD: RawFd = CONFIG_FD + 1;
@@ -68,7 +69,8 @@ pub struct StartedSandbox {
     pub pid: Pid,
     /// The same process as a pidfd (close-on-exec).
     pub pidfd: OwnedFd,
-    /// Where the guest agent listens. Bound by the builder, so that a dial may come at once.
+    /// Where the guest agent listens. Bound by the builder, so that a dial may come at once; on gVisor the agent binds it
+    /// itself, a little later.
     pub guest_socket: PathBuf,
     /// Root directory of the writable layer, for `fstatvfs`.
     pub layer_fd: OwnedFd,
@@ -91,7 +93,7 @@ pub fn build_and_start(config: &ShimConfig) -> Result<StartedSandbox, BuildError
     check_single_thread()?;
     let mut timer = StepTimer::start();
     let mount_points = MountPoints::new(&config.sandbox_dir)?;
-    let guest_socket = config.sandbox_dir.join("guest.sock");
+    let guest_socket = config.guest_socket();
     let result = build(config, &mount_points, &guest_socket, &mut timer);
     if result.is_err() {
         mount_points.clear();
@@ -105,7 +107,7 @@ pub fn build_and_start(config: &ShimConfig) -> Result<StartedSandbox, BuildError
         pidfd: child.pidfd,
         guest_socket,
         layer_fd,
-        shares_name: true,
+        shares_name: config.kernel == KernelConfig::Host,
         timings: timer.steps,
     })
 }
@@ -124,7 +126,10 @@ fn build(
     let process_count = open_process_count(config)?;
     let agent_join = open_join_files(config, &config.cgroup.agent_join)?;
     let work_join = open_join_files(config, &config.cgroup.work_join)?;
-    let listener = bind_listener(guest_socket)?;
+    let listener = match config.kernel {
+        KernelConfig::Host => Some(bind_listener(guest_socket)?),
+        KernelConfig::Gvisor { .. } => None,
+    };
     timer.done("open");
 
     if !is_off(Defence::NetworkNamespace) {
@@ -150,6 +155,14 @@ fn build(
     timer.done("root");
     POINTS.reach("shim_after_root");
 
+    let Some(listener) = listener else {
+        let KernelConfig::Gvisor { runsc, memory_bytes, pids } = &config.kernel else {
+            return Err(Errno::INVAL).step("choose the kernel");
+        };
+        let gvisor = gvisor::Gvisor { runsc, memory_bytes: *memory_bytes, pids: *pids };
+        let keeper = gvisor::start(&gvisor, config, &mount_points.root, timer)?;
+        return Ok((keeper, layer_fd));
+    };
     let (agent_config, mut inherited) = agent_config(config, &work_join, process_count.as_ref())?;
     inherited.push((listener.as_fd(), LISTENER_FD));
     inherited.push((agent_config.as_fd(), CONFIG_FD));
@@ -188,7 +201,7 @@ fn check(config: &ShimConfig) -> Result<(), BuildError> {
     {
         return Err(BuildError::new("check hostname", Errno::INVAL));
     }
-    if !config.defences_off.contains(&Defence::Landlock) {
+    if config.kernel == KernelConfig::Host && !config.defences_off.contains(&Defence::Landlock) {
         harden::landlock_abi().map_err(|errno| BuildError::new("require Landlock", errno))?;
     }
     Ok(())
@@ -267,6 +280,7 @@ fn agent_config<'a>(
         env: config.env.clone(),
         cwd: config.cwd.clone(),
         id_count: config.id_count,
+        kernel: GuestKernel::Host,
         defences_off: config.defences_off.clone(),
     };
     let file =

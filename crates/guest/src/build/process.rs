@@ -11,6 +11,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, wai
 use super::StepTimer;
 use super::child::ChildPlan;
 use super::error::{BuildError, StepContext};
+use super::gvisor::keeper;
 use super::link::{self, ChildMessage};
 use super::mounts::last_errno;
 use crate::shim::config::{Defence, ShimConfig};
@@ -47,12 +48,63 @@ pub(super) fn start(
     match follow(&child, &link, config, timer) {
         Ok(()) => Ok(child),
         Err(error) => {
-            // It may have exited by itself already; either way it is gone after the wait.
-            let _ = pidfd_send_signal(child.pidfd.as_fd(), Signal::KILL);
-            while let Err(Errno::INTR) = waitid(WaitId::PidFd(child.pidfd.as_fd()), WaitIdOptions::EXITED) {}
+            end(&child);
             Err(error)
         }
     }
+}
+
+/// Clones the keeper of a gVisor sandbox, and returns when that runs.
+///
+/// # Errors
+///
+/// The keeper's failing step or our own; the keeper is dead and reaped by then, and everything in its namespace with it.
+pub(super) fn start_keeper(
+    plan: keeper::Plan<'_>,
+    link: OwnedFd,
+    timer: &mut StepTimer,
+) -> Result<ChildProcess, BuildError> {
+    let flags = libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_PIDFD;
+    let Some(child) = clone_process(flags).step("clone the keeper")? else {
+        // The child's copy of the shim's end would hide the shim's death from it.
+        drop(link);
+        plan.run()
+    };
+    drop(plan);
+    timer.done("clone");
+    match follow_keeper(&link, timer) {
+        Ok(()) => Ok(child),
+        Err(error) => {
+            end(&child);
+            Err(error)
+        }
+    }
+}
+
+fn follow_keeper(link: &OwnedFd, timer: &mut StepTimer) -> Result<(), BuildError> {
+    loop {
+        match link::hear(link.as_fd()).step("hear from the keeper")? {
+            Some(ChildMessage::Step { step, elapsed_ns }) => {
+                timer.add(step, Duration::from_nanos(elapsed_ns))
+            }
+            Some(ChildMessage::Started) => return Ok(()),
+            Some(ChildMessage::Failed { step, path, errno }) => {
+                return Err(BuildError {
+                    step,
+                    path: path.map(Into::into),
+                    source: Errno::from_raw_os_error(errno),
+                });
+            }
+            Some(ChildMessage::NeedsMaps) => return Err(Errno::BADMSG).step("hear from the keeper"),
+            None => return Err(Errno::CHILD).step("start runsc"),
+        }
+    }
+}
+
+/// Ends a child that is of no use. It may have exited by itself already; either way it is gone after the wait.
+fn end(child: &ChildProcess) {
+    let _ = pidfd_send_signal(child.pidfd.as_fd(), Signal::KILL);
+    while let Err(Errno::INTR) = waitid(WaitId::PidFd(child.pidfd.as_fd()), WaitIdOptions::EXITED) {}
 }
 
 fn follow(
@@ -75,6 +127,7 @@ fn follow(
                 is_mapped = true;
                 timer.done("id_maps");
             }
+            Some(ChildMessage::Started) => return Err(Errno::BADMSG).step("hear from child"),
             Some(ChildMessage::Failed { step, path, errno }) => {
                 return Err(BuildError {
                     step,

@@ -14,9 +14,9 @@ use rustix::mount::MountAttrFlags;
 
 use super::error::{BuildError, StepContext};
 use super::mounts::{self, DEVICE, READ_ONLY, WRITABLE};
-use super::{layer, owner};
+use super::{gvisor, layer, owner};
 use crate::etc;
-use crate::shim::config::ShimConfig;
+use crate::shim::config::{KernelConfig, ShimConfig};
 
 /// Empty places that the standards name and nothing is put into.
 const EMPTY_DIRECTORIES: &[&str] = &["mnt", "opt", "proc", "srv"];
@@ -66,7 +66,14 @@ pub(super) fn build(
     builder.system()?;
     builder.writable(layer, mounts::layer_attributes(&config.defences_off))?;
     builder.etc()?;
-    builder.devices()?;
+    match config.kernel {
+        KernelConfig::Host => {
+            builder.run()?;
+            builder.devices()?;
+        }
+        // The sentry makes its own devices, and its own memory filesystems.
+        KernelConfig::Gvisor { .. } => builder.sentry_places()?,
+    }
     for name in EMPTY_DIRECTORIES {
         builder.directory(name, 0o755).step_at("make root directory", name)?;
     }
@@ -97,7 +104,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// The layer's directories, and `/run`.
+    /// The layer's directories.
     fn writable(&self, layer: BorrowedFd<'_>, attributes: MountAttrFlags) -> Result<(), BuildError> {
         const STEP: &str = "bind writable directory";
         for (name, _) in layer::DIRECTORIES {
@@ -105,6 +112,25 @@ impl Builder<'_> {
             self.directory(name, 0o755).step_at(STEP, name)?;
             self.attach(tree.as_fd(), name).step_at(STEP, name)?;
         }
+        Ok(())
+    }
+
+    /// What runsc mounts over, and the places of what is ours.
+    fn sentry_places(&self) -> Result<(), BuildError> {
+        const STEP: &str = "make place of the sentry";
+        let own = gvisor::PLACE.trim_start_matches('/');
+        for name in ["dev", "run", "sys", own, &format!("{own}/link")] {
+            self.directory(name, 0o755).step_at(STEP, name)?;
+        }
+        for name in ["guest", "agent.json"] {
+            let path = format!("{own}/{name}");
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+            openat(self.root, &path, flags, Mode::from_raw_mode(0o644)).step_at(STEP, &path)?;
+        }
+        Ok(())
+    }
+
+    fn run(&self) -> Result<(), BuildError> {
         self.tmpfs("run", RUN_BYTES, "0755", WRITABLE).step_at("mount tmpfs", "/run")?;
         let lock = mounts::open_beneath(self.root, "run").step_at("mount tmpfs", "/run")?;
         layer::make_directory(lock.as_fd(), "lock", 0o1777, self.id_base, 0)

@@ -29,7 +29,7 @@ pub struct PreparedExec {
     groups: Vec<Gid>,
     work_join_fds: Vec<RawFd>,
     process_count_fds: Option<(RawFd, RawFd)>,
-    /// `None` only when a control experiment leaves Landlock off.
+    /// `None` on gVisor, and when a control experiment leaves Landlock off.
     ruleset_fd: Option<RawFd>,
     open_files: Rlimit,
     sets_no_new_privs: bool,
@@ -66,8 +66,7 @@ pub fn prepare_exec(
         }
     }
     let hard = open_files_hard();
-    let ruleset_fd =
-        if config.is_off(Defence::Landlock) { None } else { Some(landlock_domain::shared_ruleset()?) };
+    let ruleset_fd = if config.has_landlock() { Some(landlock_domain::shared_ruleset()?) } else { None };
     Ok(PreparedExec {
         uid: Uid::from_raw(uid),
         gid: Gid::from_raw(gid),

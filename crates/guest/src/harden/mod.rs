@@ -33,6 +33,7 @@ use serde::{Deserialize, Serialize};
 pub use self::exec::{PreparedExec, apply_exec, prepare_exec};
 pub use self::facts::isolation_facts;
 pub use self::landlock_domain::{REQUIRED_ABI, landlock_abi};
+pub(crate) use self::pid1::become_agent_user;
 pub use self::pid1::{load_agent_config, pid1_apply};
 use crate::shim::config::Defence;
 
@@ -60,14 +61,33 @@ pub struct AgentConfig {
     pub cwd: String,
     /// Number of uids and gids that exist in the sandbox: `0..id_count`.
     pub id_count: u32,
+    /// The kernel below.
+    #[serde(default)]
+    pub kernel: GuestKernel,
     /// Defences left off; empty in a release build.
     pub defences_off: Vec<Defence>,
+}
+
+/// The kernel that pid 1 finds below itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GuestKernel {
+    /// The host's, of which every defence is required.
+    #[default]
+    Host,
+    /// gVisor's, which has no Landlock and hides what the host knows.
+    Gvisor,
 }
 
 impl AgentConfig {
     /// Returns whether `defence` is left off.
     pub(crate) fn is_off(&self, defence: Defence) -> bool {
         self.defences_off.contains(&defence)
+    }
+
+    /// Returns whether each exec enters a Landlock domain.
+    pub(crate) fn has_landlock(&self) -> bool {
+        self.kernel == GuestKernel::Host && !self.is_off(Defence::Landlock)
     }
 }
 

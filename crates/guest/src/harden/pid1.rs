@@ -10,10 +10,11 @@ use rustix::process::{
     DumpableBehavior, Resource, Rlimit, set_child_subreaper, set_dumpable_behavior, setrlimit,
 };
 use rustix::thread::{
-    CapabilitySet, CapabilitySets, clear_ambient_capability_set, set_capabilities, set_no_new_privs,
+    CapabilitySet, CapabilitySets, Gid, Uid, capabilities, clear_ambient_capability_set, set_capabilities,
+    set_keep_capabilities, set_no_new_privs, set_thread_groups, set_thread_res_gid, set_thread_res_uid,
 };
 
-use super::{AgentConfig, CONFIG_FD, HardenError, check_defences_off, last_errno, seccomp};
+use super::{AGENT_ID, AgentConfig, CONFIG_FD, HardenError, check_defences_off, last_errno, seccomp};
 use crate::shim::config::Defence;
 
 /// All that pid 1 needs once it serves: starting programs as other users, and ending them.
@@ -138,4 +139,22 @@ fn drop_capabilities(config: &AgentConfig) -> Result<(), Errno> {
         None,
         CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() },
     )
+}
+
+/// Switches to the guest agent's own user and keeps every capability: what [`pid1_apply`] still needs. On gVisor pid 1
+/// starts as root; elsewhere the builder has done this outside.
+///
+/// # Errors
+///
+/// The call that failed.
+pub(crate) fn become_agent_user() -> Result<(), HardenError> {
+    let step = |errno: Errno| HardenError::new("become the guest agent's user", errno);
+    let (uid, gid) = (Uid::from_raw(AGENT_ID), Gid::from_raw(AGENT_ID));
+    set_keep_capabilities(true).map_err(step)?;
+    set_thread_groups(&[]).map_err(step)?;
+    set_thread_res_gid(gid, gid, gid).map_err(step)?;
+    set_thread_res_uid(uid, uid, uid).map_err(step)?;
+    let mut sets = capabilities(None).map_err(step)?;
+    sets.effective = sets.permitted;
+    set_capabilities(None, sets).map_err(step)
 }

@@ -2,9 +2,11 @@
 //! `sandbox` crate and this one. JSON, read once; an unknown key is an error.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+use crate::build::gvisor;
 
 /// Everything a shim needs to build one sandbox. Paths are absolute and on the host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,6 +34,9 @@ pub struct ShimConfig {
     pub disk: DiskConfig,
     /// What the root filesystem is.
     pub root: RootConfig,
+    /// Which kernel the programs run on.
+    #[serde(default)]
+    pub kernel: KernelConfig,
     /// Environment of every exec, before its own.
     pub env: BTreeMap<String, String>,
     /// Directory of an exec that names none.
@@ -51,6 +56,34 @@ pub struct ShimConfig {
     /// What fault points look for. A build without debug assertions refuses any.
     #[serde(default)]
     pub fault_file: Option<PathBuf>,
+}
+
+impl ShimConfig {
+    /// Returns where the guest agent listens.
+    pub(crate) fn guest_socket(&self) -> PathBuf {
+        self.kernel.guest_socket(&self.sandbox_dir)
+    }
+}
+
+impl KernelConfig {
+    /// Returns where the guest agent of a sandbox with this directory listens.
+    pub(crate) fn guest_socket(&self, sandbox_dir: &Path) -> PathBuf {
+        match self {
+            Self::Host => sandbox_dir.join("guest.sock"),
+            Self::Gvisor { .. } => gvisor::guest_socket(sandbox_dir),
+        }
+    }
+
+    /// Returns the wait status of what the sandbox stands and falls with, from that of the shim's child: a keeper, which is
+    /// pid 1 of a namespace and so cannot die of the sentry's signal, returns what a shell would.
+    pub(crate) fn pid1_status(&self, status: i32) -> i32 {
+        match self {
+            Self::Gvisor { .. } if libc::WIFEXITED(status) && libc::WEXITSTATUS(status) > 128 => {
+                libc::WEXITSTATUS(status) - 128
+            }
+            _ => status,
+        }
+    }
 }
 
 /// The cgroups of one sandbox, made by the host agent: siblings for the guest agent and for its work.
@@ -94,6 +127,24 @@ pub enum DiskConfig {
 pub enum RootConfig {
     /// This machine's `/usr`, read-only, and a synthesised `/etc`; `/home`, `/root`, `/var`, `/tmp`, `/workspace` writable.
     Host,
+}
+
+/// Which kernel the sandbox's programs run on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum KernelConfig {
+    /// The host's, behind namespaces.
+    #[default]
+    Host,
+    /// gVisor's: a process of its own on the host.
+    Gvisor {
+        /// The program that starts it.
+        runsc: PathBuf,
+        /// What the sandbox sees as its memory; the limit is the cgroup's.
+        memory_bytes: u64,
+        /// Most processes of the work.
+        pids: u32,
+    },
 }
 
 /// One defence that a control experiment can leave off.

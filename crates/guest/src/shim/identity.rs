@@ -45,11 +45,6 @@ impl Identity {
             is_claimed: !config.warm,
         }
     }
-
-    /// Returns where the guest agent listens.
-    pub(super) fn guest_socket(&self) -> PathBuf {
-        self.sandbox_dir.join("guest.sock")
-    }
 }
 
 /// Gives a warm sandbox its identity. Runs without a pause, so that no exec starts in the middle of it.

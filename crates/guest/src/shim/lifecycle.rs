@@ -18,12 +18,12 @@ use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 use tokio::time::timeout;
 
-use super::config::{SandboxExitRecord, ShimConfig, ShimReport};
+use super::config::{KernelConfig, SandboxExitRecord, ShimConfig, ShimReport};
 use super::counters::{Counters, Counts};
 use super::exec_table::ExecTable;
 use super::identity::Identity;
 use super::{StartError, report, serve};
-use crate::build::StartedSandbox;
+use crate::build::{StartedSandbox, gvisor};
 use crate::connection::{Connection, OpenError};
 use crate::fault::POINTS;
 use crate::frames::Body;
@@ -36,6 +36,8 @@ const FLUSH: Duration = Duration::from_secs(2);
 const STOP_SLACK: Duration = Duration::from_millis(1500);
 /// How long the guest agent may take for an answer once an exec is past its time limit.
 const AGENT_ANSWER: Duration = Duration::from_secs(5);
+/// A pause before a guest agent that has yet to listen is dialled again.
+const FIRST_DIAL_PAUSE: Duration = Duration::from_millis(2);
 /// A pause before a guest agent that could not be dialled is dialled again.
 const DIAL_PAUSE: Duration = Duration::from_millis(100);
 /// How far past it is past: what the guest agent needs to enforce it.
@@ -115,7 +117,7 @@ impl Shim {
 
     /// Opens a connection to the guest agent, which knows the id that it was started with.
     pub(super) async fn dial_guest(&self, request: impl Into<Body>) -> Result<Connection, OpenError> {
-        let socket = self.identity.borrow().guest_socket();
+        let socket = self.config.kernel.guest_socket(&self.identity.borrow().sandbox_dir);
         Connection::open(&socket, &self.config.sandbox_id, request).await
     }
 
@@ -215,9 +217,17 @@ async fn prepare(
         message: message.to_owned(),
     };
     let asking = async {
-        let request = guest::GetSandbox::default();
-        let mut connection = Connection::open(&started.guest_socket, &config.sandbox_id, request).await?;
-        Ok::<_, OpenError>(connection.reader.expect().await?)
+        loop {
+            let request = guest::GetSandbox::default();
+            match Connection::open(&started.guest_socket, &config.sandbox_id, request).await {
+                Ok(mut connection) => return Ok::<_, OpenError>(connection.reader.expect().await?),
+                // On gVisor the agent has yet to make its listener.
+                Err(OpenError::Connect(_)) if config.kernel != KernelConfig::Host => {
+                    tokio::time::sleep(FIRST_DIAL_PAUSE).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
     };
     let answer = tokio::select! {
         biased;
@@ -233,6 +243,10 @@ async fn prepare(
         Ok(Err(error)) => return Err(StartError::new("wait for the guest agent", &error)),
         Err(_) => return Err(failed("it did not answer in time")),
     };
+    let mut facts = facts;
+    if config.kernel != KernelConfig::Host {
+        facts.extend(gvisor::sentry_facts(started.pid, &config.sandbox_dir.join("state")));
+    }
     POINTS.reach("shim_before_bind");
     let listener = bind(&config).map_err(|error| StartError::new("bind the socket", &error))?;
     POINTS.reach("shim_after_bind");
@@ -287,7 +301,7 @@ async fn serve_to_the_end(shim: Rc<Shim>, listener: UnixListener, pid: Pid) -> E
     // An error of the wait is an end that cannot be waited for.
     let _ = shim.pidfd.readable().await.map(|mut ready| ready.retain_ready());
     let status = match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
-        Ok(Some((_, status))) => status.as_raw(),
+        Ok(Some((_, status))) => shim.config.kernel.pid1_status(status.as_raw()),
         Ok(None) | Err(_) => libc::SIGKILL,
     };
     POINTS.reach("shim_after_pid_1_ended");

@@ -11,7 +11,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::config::ShimConfig;
 use crate::build::StartedSandbox;
-use crate::harden::AgentConfig;
+use crate::harden::{AgentConfig, GuestKernel};
 
 /// Starts this program's `agent` mode without any defence.
 pub(super) fn start(config: &ShimConfig) -> io::Result<StartedSandbox> {
@@ -28,6 +28,7 @@ pub(super) fn start(config: &ShimConfig) -> io::Result<StartedSandbox> {
         env: config.env.clone(),
         cwd: config.cwd.clone(),
         id_count: config.id_count,
+        kernel: GuestKernel::Host,
         defences_off: Vec::new(),
     };
     let file = config.sandbox_dir.join("agent.json");

@@ -1,0 +1,99 @@
+//! Pid 1 of a gVisor sandbox: its configuration is a file, its listener and its limit on processes are its own to make.
+//!
+//! The kernel here is the sentry's. It has no Landlock; everything else of [`crate::harden`] it takes like the host's,
+//! and our system call filter is needed: without it programs could make user namespaces and mounts inside.
+
+use std::fs;
+use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use serde::{Deserialize, Serialize};
+
+use super::{AgentError, Hardening, run};
+use crate::harden::{self, AgentConfig, CONFIG_FD};
+
+/// Where the sentry shows its own control groups.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// What pid 1 of a gVisor sandbox reads.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SentryConfig {
+    /// As for any sandbox; its descriptors are filled in here.
+    pub(crate) agent: AgentConfig,
+    /// Where to listen.
+    pub(crate) socket: PathBuf,
+    /// Most processes of the work.
+    pub(crate) pids: u32,
+}
+
+/// Prepares what the builder of a `namespace` sandbox leaves, hardens this process and serves until a stop. Returns only on
+/// an error.
+///
+/// # Errors
+///
+/// [`AgentError`]: nothing was accepted, and the process must exit.
+pub fn run_on_sentry(path: &Path) -> Result<std::convert::Infallible, AgentError> {
+    let bytes = fs::read(path).map_err(AgentError::start("read the configuration"))?;
+    let config: SentryConfig = serde_json::from_slice(&bytes)
+        .map_err(std::io::Error::from)
+        .map_err(AgentError::start("read the configuration"))?;
+    let mut agent = config.agent;
+    harden::check_defences_off(&agent.defences_off)
+        .map_err(|errno| AgentError::start("leave defences off")(errno.into()))?;
+    make_run_lock().map_err(AgentError::start("make `/run/lock`"))?;
+    agent.work_join_fds = vec![limit_processes(config.pids).map_err(AgentError::start("limit processes"))?];
+    cover_control_groups().map_err(|errno| AgentError::start("cover control groups")(errno.into()))?;
+    harden::become_agent_user()?;
+    // As its own user, so that nobody else in the sandbox may touch it.
+    agent.listener_fd = listen(&config.socket).map_err(AgentError::start("listen"))?;
+    harden::pid1_apply(&agent)?;
+    harden::prepare_exec(&agent, 0, 0, &[])?;
+    run(agent, Hardening::Full)
+}
+
+fn make_run_lock() -> std::io::Result<()> {
+    let lock = Path::new("/run/lock");
+    match fs::DirBuilder::new().mode(0o1777).create(lock) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(error),
+        _ => fs::set_permissions(lock, fs::Permissions::from_mode(0o1777)),
+    }
+}
+
+/// Makes the work's group among the sentry's own, and returns the descriptor by which a process joins it.
+fn limit_processes(pids: u32) -> std::io::Result<RawFd> {
+    let group = Path::new(CGROUPS).join("pids/work");
+    fs::create_dir(&group)?;
+    fs::write(group.join("pids.max"), pids.to_string())?;
+    let join = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs"))?;
+    park(join.into())
+}
+
+/// Takes the control groups away: root inside could raise its limit, or leave. The open descriptor goes on working.
+fn cover_control_groups() -> Result<(), Errno> {
+    unmount(Path::new(CGROUPS).join("pids"), UnmountFlags::DETACH)?;
+    mount("none", CGROUPS, "tmpfs", MountFlags::RDONLY, None)
+}
+
+fn listen(socket: &Path) -> std::io::Result<RawFd> {
+    // Of an earlier sandbox of the session.
+    match fs::remove_file(socket) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(socket)?;
+    fs::set_permissions(socket, fs::Permissions::from_mode(0o600))?;
+    park(listener.into())
+}
+
+/// Moves a descriptor above what an exec uses, where the configuration has its descriptors.
+fn park(fd: OwnedFd) -> std::io::Result<RawFd> {
+    let parked = rustix::io::fcntl_dupfd_cloexec(&fd, CONFIG_FD + 1)?;
+    debug_assert!(parked.as_raw_fd() > CONFIG_FD);
+    // Whoever takes it by its number owns it from then on.
+    Ok(parked.into_raw_fd())
+}

@@ -1,0 +1,117 @@
+//! What runsc reads: the OCI bundle, and beside it what the guest agent reads.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::super::error::{BuildError, StepContext};
+use super::{Gvisor, LINK, PLACE};
+use crate::agent::sentry::SentryConfig;
+use crate::harden::{AgentConfig, GuestKernel};
+use crate::shim::config::ShimConfig;
+
+/// What the guest agent needs until it has hardened itself: to become its own user, to name the sandbox, and to cover
+/// the control groups.
+const CAPABILITIES: [&str; 9] = [
+    "CAP_SETUID",
+    "CAP_SETGID",
+    "CAP_KILL",
+    "CAP_SETPCAP",
+    "CAP_DAC_OVERRIDE",
+    "CAP_CHOWN",
+    "CAP_FOWNER",
+    "CAP_SYS_ADMIN",
+    "CAP_SYS_RESOURCE",
+];
+const OPEN_FILES: u64 = 65_536;
+const SHM_SIZE: &str = "size=268435456";
+const RUN_SIZE: &str = "size=16777216";
+
+/// Writes `config.json` and `agent.json` into `state`.
+pub(super) fn write(
+    gvisor: &Gvisor<'_>,
+    config: &ShimConfig,
+    root: &Path,
+    link_dir: &Path,
+    state: &Path,
+) -> Result<(), BuildError> {
+    const STEP: &str = "write the bundle";
+    let executable = std::fs::read_link("/proc/self/exe").step_at(STEP, "/proc/self/exe")?;
+    let agent = SentryConfig {
+        agent: AgentConfig {
+            sandbox_id: config.sandbox_id.clone(),
+            listener_fd: -1,
+            work_join_fds: Vec::new(),
+            env: config.env.clone(),
+            cwd: config.cwd.clone(),
+            id_count: config.id_count,
+            kernel: GuestKernel::Gvisor,
+            defences_off: config.defences_off.clone(),
+        },
+        socket: format!("{PLACE}/{LINK}/guest.sock").into(),
+        pids: gvisor.pids,
+    };
+    let agent_file = state.join("agent.json");
+    put(&agent_file, &serde_json::to_value(&agent).unwrap_or_default())?;
+    let readable = rustix::fs::Mode::from_raw_mode(0o644);
+    rustix::fs::chmod(&agent_file, readable).step_at(STEP, &agent_file)?;
+    let layer = config.sandbox_dir.join("layer");
+    let spec = spec(config, root, &executable, &agent_file, link_dir, &layer);
+    put(&state.join("config.json"), &spec)
+}
+
+fn put(path: &Path, value: &Value) -> Result<(), BuildError> {
+    std::fs::write(path, value.to_string()).step_at("write the bundle", path)
+}
+
+/// Returns the runtime spec. Its mounts come on top of the root's own, which the gofer serves as they are.
+fn spec(
+    config: &ShimConfig,
+    root: &Path,
+    executable: &Path,
+    agent_file: &Path,
+    link_dir: &Path,
+    layer: &Path,
+) -> Value {
+    let bind = |source: &Path, destination: String, mode: &str| json!({"destination": destination, "type": "bind", "source": source, "options": ["bind", mode, "nosuid", "nodev"]});
+    let made = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
+    let mapping = json!([{"containerID": 0, "hostID": config.id_base, "size": config.id_count}]);
+    let limit = |kind: &str, value: u64| json!({"type": kind, "hard": value, "soft": value});
+    let sets = ["bounding", "effective", "permitted", "inheritable", "ambient"];
+    let capabilities: serde_json::Map<String, Value> =
+        sets.iter().map(|set| ((*set).to_owned(), json!(CAPABILITIES))).collect();
+    json!({
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": false,
+            "user": {"uid": 0, "gid": 0},
+            "args": [format!("{PLACE}/guest"), "agent", "--config", format!("{PLACE}/agent.json")],
+            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
+            "cwd": "/",
+            "capabilities": capabilities,
+            "noNewPrivileges": true,
+            "rlimits": [limit("RLIMIT_CORE", 0), limit("RLIMIT_NOFILE", OPEN_FILES)],
+        },
+        "root": {"path": root, "readonly": false},
+        "hostname": config.hostname,
+        "mounts": [
+            made("/proc", "proc", &["nosuid", "nodev", "noexec"]),
+            made("/dev", "tmpfs", &["nosuid", "mode=755", "size=65536k"]),
+            made("/dev/pts", "devpts", &["nosuid", "noexec"]),
+            made("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777", SHM_SIZE]),
+            made("/run", "tmpfs", &["nosuid", "nodev", "mode=755", RUN_SIZE]),
+            made("/sys", "sysfs", &["ro", "nosuid", "nodev", "noexec"]),
+            made("/sys/fs/cgroup", "cgroup", &["rw", "nosuid", "nodev", "noexec"]),
+            bind(executable, format!("{PLACE}/guest"), "ro"),
+            bind(agent_file, format!("{PLACE}/agent.json"), "ro"),
+            bind(link_dir, format!("{PLACE}/{LINK}"), "rw"),
+            // Without a mount there runsc puts a tmpfs of half the host's memory over an empty /tmp.
+            bind(&layer.join("tmp"), "/tmp".to_owned(), "rw"),
+        ],
+        "linux": {
+            "namespaces": ["pid", "ipc", "uts", "mount", "network", "user"].map(|kind| json!({"type": kind})),
+            "uidMappings": mapping.clone(),
+            "gidMappings": mapping,
+        },
+    })
+}

@@ -1,0 +1,210 @@
+//! The keeper: pid 1 of the process namespace that sentry and gofer run in. It starts them, reaps, and ends with the
+//! sentry; the kernel ends it, and so all of them, with the shim.
+
+#![expect(unsafe_code, reason = "runs in a cloned child, which must never return into the shim's code")]
+
+use std::fs::File;
+use std::io::Read as _;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal, wait};
+
+use super::super::link::{self, ChildMessage};
+use super::super::mounts;
+
+/// What the keeper returns when there was nothing to keep.
+const EXIT_NOT_STARTED: i32 = 98;
+/// What of runsc's complaints is passed on.
+const COMPLAINT_MAX_BYTES: u64 = 600;
+/// How readily the kernel kills the sentry's stubs, whose memory is the programs': well before the sentry, with which
+/// the whole sandbox would go.
+const STUB_OOM_SCORE_ADJ: &str = "950";
+
+/// Everything the keeper uses.
+pub(in super::super) struct Plan<'a> {
+    /// Its end of the link.
+    pub(in super::super) link: OwnedFd,
+    pub(super) runsc: &'a Path,
+    /// The bundle, and where runsc keeps its state.
+    pub(super) state: &'a Path,
+    /// The name runsc knows the sandbox by.
+    pub(super) id: &'a str,
+    /// Files by which runsc and everything that it starts joins the work's cgroups.
+    pub(super) join: Vec<OwnedFd>,
+    /// What the sandbox sees as its memory.
+    pub(super) memory_bytes: u64,
+}
+
+struct Failure {
+    step: String,
+    errno: Errno,
+}
+
+fn failed(step: &str) -> impl FnOnce(Errno) -> Failure + use<'_> {
+    move |errno| Failure { step: step.to_owned(), errno }
+}
+
+fn failed_io(step: &str) -> impl FnOnce(std::io::Error) -> Failure + use<'_> {
+    move |error| Failure { step: step.to_owned(), errno: Errno::from_io_error(&error).unwrap_or(Errno::IO) }
+}
+
+impl Plan<'_> {
+    /// Keeps the sandbox to its end; returns never.
+    pub(in super::super) fn run(self) -> ! {
+        let code = match self.start() {
+            Ok(sentry) => {
+                // Its end is closed by the exit: the shim hears of the start by this word.
+                let _ = link::say(self.link.as_fd(), &ChildMessage::Started);
+                drop(self);
+                keep(sentry)
+            }
+            Err(failure) => {
+                let message = ChildMessage::Failed {
+                    step: failure.step,
+                    path: None,
+                    errno: failure.errno.raw_os_error(),
+                };
+                // A shim that cannot be told is dead, and waits for nothing.
+                let _ = link::say(self.link.as_fd(), &message);
+                EXIT_NOT_STARTED
+            }
+        };
+        // SAFETY: `_exit` ends the process without running handlers that belong to the shim's copy of memory.
+        // JUSTIFICATION: `std::process::exit` would run them.
+        unsafe { libc::_exit(code) }
+    }
+
+    fn start(&self) -> Result<Pid, Failure> {
+        set_parent_process_death_signal(Some(Signal::KILL)).map_err(failed("die with the shim"))?;
+        if link::is_abandoned(self.link.as_fd()).map_err(failed("look for the shim"))? {
+            return Err(Failure { step: "find the shim alive".to_owned(), errno: Errno::CHILD });
+        }
+        self.own_proc()?;
+        let began = Instant::now();
+        let starter = self.spawn()?;
+        let elapsed_ns = |began: Instant| u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let status = loop {
+            match wait(WaitOptions::empty()) {
+                Ok(Some((pid, status))) if pid == starter => break status,
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed("wait for runsc")(errno)),
+            }
+        };
+        if !status.exited() || status.exit_status() != Some(0) {
+            return Err(Failure { step: format!("start runsc ({})", self.complaint()), errno: Errno::CHILD });
+        }
+        let step = ChildMessage::Step { step: "runsc".to_owned(), elapsed_ns: elapsed_ns(began) };
+        let _ = link::say(self.link.as_fd(), &step);
+        let text =
+            std::fs::read_to_string(self.state.join("pid")).map_err(failed_io("read the sentry's pid"))?;
+        let sentry = text.trim().parse().ok().and_then(Pid::from_raw);
+        let sentry =
+            sentry.ok_or(Failure { step: "read the sentry's pid".to_owned(), errno: Errno::BADMSG })?;
+        prefer_stubs(sentry);
+        Ok(sentry)
+    }
+
+    /// Shows this process namespace at `/proc`, with the sandbox's memory as the machine's: the sentry takes it for its own.
+    fn own_proc(&self) -> Result<(), Failure> {
+        const STEP: &str = "mount /proc of the keeper";
+        let attributes = mounts::DEVICE;
+        let proc = mounts::make_filesystem(
+            "proc",
+            &[],
+            attributes - rustix::mount::MountAttrFlags::MOUNT_ATTR_RDONLY,
+        )
+        .map_err(failed(STEP))?;
+        let target = mounts::open_path("/proc").map_err(failed(STEP))?;
+        mounts::attach(proc.as_fd(), target.as_fd()).map_err(failed(STEP))?;
+        let kib = self.memory_bytes / 1024;
+        let file = self.state.join("meminfo");
+        let text = format!("MemTotal:       {kib} kB\nMemFree:        {kib} kB\nMemAvailable:   {kib} kB\n");
+        std::fs::write(&file, text).map_err(failed_io(STEP))?;
+        let view =
+            mounts::clone_tree(rustix::fs::CWD, &file, mounts::READ_ONLY, false).map_err(failed(STEP))?;
+        let target = mounts::open_path("/proc/meminfo").map_err(failed(STEP))?;
+        mounts::attach(view.as_fd(), target.as_fd()).map_err(failed(STEP))
+    }
+
+    fn spawn(&self) -> Result<Pid, Failure> {
+        const STEP: &str = "run runsc";
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.state.join("log"))
+            .map_err(failed_io("open runsc's log"))?;
+        let join: Vec<i32> = self.join.iter().map(AsRawFd::as_raw_fd).collect();
+        let mut command = Command::new(self.runsc);
+        command
+            .arg("--root")
+            .arg(self.state.join("run"))
+            .args(["--network=none", "--host-uds=create", "--overlay2=none", "--ignore-cgroups"])
+            .args(["--file-access-mounts=exclusive", "run", "--detach", "--pid-file"])
+            .arg(self.state.join("pid"))
+            .arg("--bundle")
+            .arg(self.state)
+            .arg(self.id)
+            .env_clear()
+            .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+            .env("TMPDIR", self.state.join("tmp"))
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        // SAFETY: writes one byte of a constant to descriptors that outlive the spawn; neither allocates nor locks.
+        // JUSTIFICATION: whatever runsc starts must be in the cgroups from its first instruction.
+        unsafe {
+            command.pre_exec(move || {
+                for fd in &join {
+                    if libc::write(*fd, c"0".as_ptr().cast(), 1) != 1 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            });
+        }
+        let child = command.spawn().map_err(failed_io(STEP))?;
+        i32::try_from(child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or(Failure { step: STEP.to_owned(), errno: Errno::INVAL })
+    }
+
+    /// Returns the end of what runsc printed.
+    fn complaint(&self) -> String {
+        let mut text = String::new();
+        if let Ok(file) = File::open(self.state.join("log")) {
+            let _ = file.take(COMPLAINT_MAX_BYTES).read_to_string(&mut text);
+        }
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Lets the kernel prefer the sentry's stubs when memory runs out. One that cannot be written changes only that.
+fn prefer_stubs(sentry: Pid) {
+    let sentry = sentry.as_raw_nonzero();
+    let children =
+        std::fs::read_to_string(format!("/proc/{sentry}/task/{sentry}/children")).unwrap_or_default();
+    for child in children.split_whitespace() {
+        let _ = std::fs::write(format!("/proc/{child}/oom_score_adj"), STUB_OOM_SCORE_ADJ);
+    }
+}
+
+/// Reaps until the sentry has ended, and returns what a shell would for its end.
+fn keep(sentry: Pid) -> i32 {
+    loop {
+        match wait(WaitOptions::empty()) {
+            Ok(Some((pid, status))) if pid == sentry => {
+                let signal = status.terminating_signal().map(|signal| 128 + signal);
+                return status.exit_status().or(signal).unwrap_or(EXIT_NOT_STARTED);
+            }
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return EXIT_NOT_STARTED,
+        }
+    }
+}

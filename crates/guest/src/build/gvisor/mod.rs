@@ -1,0 +1,115 @@
+//! A sandbox on gVisor: a kernel of its own, the sentry, which is a process on the host without any privilege there.
+//!
+//! ```text
+//!   shim, host root                        keeper, pid 1 of a process namespace         sentry, gofer
+//!   ── layer, root (as for namespaces)
+//!   ── tmpfs for runsc's state and bundle
+//!   ── clone3(pid, mount)            ──▶   own /proc; runsc run --detach          ──▶   user namespace of the sandbox's
+//!                                          reaps; ends with the sentry                  ids; systrap; our seccomp inside
+//!   ── end of file on the link       ◀──   the sentry runs                              guest agent: pid 1 inside
+//! ```
+//!
+//! What holds besides what holds for namespaces:
+//!
+//! - The keeper dies with the shim, and as pid 1 of its namespace takes sentry, gofer and stubs with it. Nobody asks
+//!   runsc anything after the start: its state lies in the shim's mount namespace and goes with it.
+//! - The guest agent makes its listener in a directory that only its own user may write. What lies there is dialled
+//!   without following a link: a compromised sentry could put anything there.
+//! - Facts are read from outside: what the sentry says about itself proves nothing.
+
+mod bundle;
+mod facts;
+pub(super) mod keeper;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, chmod, chown};
+use rustix::io::Errno;
+
+pub(crate) use self::facts::sentry_facts;
+use super::error::{BuildError, StepContext};
+use super::mounts::{self, WRITABLE};
+use super::process::{self, ChildProcess};
+use super::{StepTimer, link, open_join_files, owner};
+use crate::harden::AGENT_ID;
+use crate::shim::config::ShimConfig;
+
+/// Where a gVisor sandbox finds what is ours: its program, its configuration, and the directory of its listener.
+pub(crate) const PLACE: &str = "/.cloister";
+/// The directory of the listener, below the sandbox's and below [`PLACE`].
+const LINK: &str = "link";
+/// Bytes for runsc's state, its bundle and its log.
+const STATE_BYTES: &str = "8388608";
+
+/// What the shim tells runsc.
+pub(super) struct Gvisor<'a> {
+    pub(super) runsc: &'a Path,
+    pub(super) memory_bytes: u64,
+    pub(super) pids: u32,
+}
+
+/// Returns where the guest agent of a gVisor sandbox listens, as seen from the host.
+pub(crate) fn guest_socket(sandbox_dir: &Path) -> PathBuf {
+    sandbox_dir.join(LINK).join("guest.sock")
+}
+
+/// Starts the sandbox on its finished root, and returns its keeper.
+///
+/// # Errors
+///
+/// The step that failed, with what runsc printed; nothing of the attempt runs by then.
+pub(super) fn start(
+    gvisor: &Gvisor<'_>,
+    config: &ShimConfig,
+    root: &Path,
+    timer: &mut StepTimer,
+) -> Result<ChildProcess, BuildError> {
+    let link_dir = make_link_directory(config)?;
+    let state = config.sandbox_dir.join("state");
+    mount_state(&state)?;
+    bundle::write(gvisor, config, root, &link_dir, &state)?;
+    timer.done("bundle");
+    let join = open_join_files(config, &config.cgroup.work_join)?;
+    let (link, child_link) = link::pair().step("make link to keeper")?;
+    let plan = keeper::Plan {
+        link: child_link,
+        runsc: gvisor.runsc,
+        state: &state,
+        id: &config.sandbox_id,
+        join,
+        memory_bytes: gvisor.memory_bytes,
+    };
+    process::start_keeper(plan, link, timer)
+}
+
+/// Makes the directory of the guest agent's listener, which only the agent's own user may enter.
+fn make_link_directory(config: &ShimConfig) -> Result<PathBuf, BuildError> {
+    const STEP: &str = "make directory of the listener";
+    let path = config.sandbox_dir.join(LINK);
+    match rustix::fs::mkdir(&path, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error).step_at(STEP, &path),
+    }
+    let (uid, gid) = owner(config.id_base, AGENT_ID);
+    chown(&path, Some(uid), Some(gid)).step_at(STEP, &path)?;
+    chmod(&path, Mode::RWXU).step_at(STEP, &path)?;
+    Ok(path)
+}
+
+/// Mounts what runsc writes beside a sandbox, in the shim's own mount namespace only.
+fn mount_state(path: &Path) -> Result<OwnedFd, BuildError> {
+    const STEP: &str = "mount state of runsc";
+    match rustix::fs::mkdir(path, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error).step_at(STEP, path),
+    }
+    let options = [("size", STATE_BYTES), ("nr_inodes", "1024"), ("mode", "0700")];
+    let target = mounts::open_path(path).step_at(STEP, path)?;
+    let filesystem = mounts::make_filesystem("tmpfs", &options, WRITABLE).step_at(STEP, path)?;
+    mounts::attach(filesystem.as_fd(), target.as_fd()).step_at(STEP, path)?;
+    for directory in ["run", "tmp"] {
+        rustix::fs::mkdir(path.join(directory), Mode::RWXU).step_at(STEP, path)?;
+    }
+    Ok(filesystem)
+}
