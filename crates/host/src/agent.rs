@@ -149,7 +149,7 @@ impl Agent {
                 pause = WARM_AGAIN;
                 continue;
             };
-            tracing::warn!(backend = %backend.kind(), error = error_chain(&error), "no sandbox could be made ready");
+            tracing::warn!(error = error_chain(&error), "no sandbox could be made ready");
             tokio::select! {
                 () = stopping.cancelled() => break,
                 () = tokio::time::sleep(pause) => {}
@@ -157,19 +157,19 @@ impl Agent {
             pause = (pause * 2).min(WARM_AGAIN_MAX);
         }
         if let Err(error) = backend.drop_warm().await {
-            tracing::warn!(backend = %backend.kind(), error = error_chain(&error), "a ready sandbox is left to the next agent");
+            tracing::warn!(error = error_chain(&error), "a ready sandbox is left to the next agent");
         }
     }
 
     async fn adopt(self: &Arc<Self>) -> Result<(), HostError> {
         let mut present = BTreeSet::new();
         for backend in self.backends.all() {
-            let failed = |source| HostError::Adopt { backend: backend.kind(), source };
+            let failed = |source| HostError::Adopt { source };
             let (running, gone) = backend.adopt().await.map_err(failed)?;
             for sandbox in running {
                 let spec = sandbox.spec();
                 tracing::info!(
-                    session_id = %spec.session_id, sandbox_id = %spec.sandbox_id, backend = %backend.kind(),
+                    session_id = %spec.session_id, sandbox_id = %spec.sandbox_id, backend = %spec.backend,
                     "sandbox adopted"
                 );
                 self.insert(sandbox, None);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cloister_sandbox::backend::Backend;
-use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
+use cloister_sandbox::local::{LocalBackend, LocalConfig};
 use cloister_sandbox::sim::{SimBackend, SimMachine};
 use cloister_types::{BackendKind, Capability, SessionId};
 use tokio::sync::watch;
@@ -33,27 +33,31 @@ pub(crate) struct Backends {
 
 /// Opens the backends that a host is configured for. Blocks.
 pub(crate) fn open(config: &HostConfig) -> Result<Vec<Arc<dyn Backend>>, HostError> {
-    let kind = match config.backend {
-        // The strongest of this version. `sim` is not among what `auto` picks from.
-        BackendChoice::Auto => BackendKind::Namespace,
-        BackendChoice::Only(kind) => kind,
+    if config.backend == BackendChoice::Only(BackendKind::Sim) {
+        // It is not among what `auto` picks from.
+        let machine = SimMachine::in_real_time();
+        machine.set_spool_max_bytes(config.exec_spool.0);
+        return Ok(vec![Arc::new(SimBackend::new(machine))]);
+    }
+    let mut local = LocalConfig::new(config.paths.clone());
+    local.spool_max_bytes = config.exec_spool.0;
+    local.session_spool_max_bytes = config.session_spool.0;
+    local.warm_sandboxes = config.warm_sandboxes;
+    local.offers_namespace = config.backend != BackendChoice::Only(BackendKind::Gvisor);
+    local.runsc.clone_from(&config.runsc);
+    Ok(vec![Arc::new(LocalBackend::open(local).map_err(|source| HostError::OpenBackend { source })?)])
+}
+
+/// Says why a kind is not among those that are offered.
+fn not_offered(kind: BackendKind) -> Capability {
+    let (detail, remedy) = match kind {
+        BackendKind::Gvisor => (
+            "there is no `runsc`, or `CLOISTER_SANDBOX_BACKEND` names another backend",
+            "for stronger isolation build it with `just gvisor`, or name it with `CLOISTER_RUNSC`",
+        ),
+        BackendKind::Namespace | BackendKind::Sim => ("`CLOISTER_SANDBOX_BACKEND` names another backend", ""),
     };
-    let backend: Arc<dyn Backend> = match kind {
-        BackendKind::Namespace => {
-            let mut namespace = NamespaceConfig::new(config.paths.clone());
-            namespace.spool_max_bytes = config.exec_spool.0;
-            namespace.session_spool_max_bytes = config.session_spool.0;
-            namespace.warm_sandboxes = config.warm_sandboxes;
-            let open = NamespaceBackend::open(namespace);
-            Arc::new(open.map_err(|source| HostError::OpenBackend { backend: kind, source })?)
-        }
-        BackendKind::Sim => {
-            let machine = SimMachine::in_real_time();
-            machine.set_spool_max_bytes(config.exec_spool.0);
-            Arc::new(SimBackend::new(machine))
-        }
-    };
-    Ok(vec![backend])
+    Capability { remedy: remedy.to_owned(), ..Capability::not_applicable(capability_name(kind), detail) }
 }
 
 fn capability_name(kind: BackendKind) -> String {
@@ -61,12 +65,11 @@ fn capability_name(kind: BackendKind) -> String {
 }
 
 impl Backends {
-    pub(crate) fn new(mut all: Vec<Arc<dyn Backend>>) -> Self {
-        all.sort_by_key(|backend| std::cmp::Reverse(backend.kind()));
+    pub(crate) fn new(all: Vec<Arc<dyn Backend>>) -> Self {
         Self { all, capabilities: watch::Sender::new(Vec::new()) }
     }
 
-    /// Returns all of them, strongest first.
+    /// Returns all of them.
     pub(crate) fn all(&self) -> &[Arc<dyn Backend>] {
         &self.all
     }
@@ -79,14 +82,36 @@ impl Backends {
     /// Returns whether every backend works.
     pub(crate) fn all_work(&self) -> bool {
         let capabilities = self.capabilities.borrow();
-        self.all.iter().all(|backend| works(&capabilities, backend.kind()))
+        self.offered().iter().all(|(_, kind)| works(&capabilities, *kind))
+    }
+
+    /// Returns every way to isolate that this host offers, strongest first.
+    fn offered(&self) -> Vec<(&Arc<dyn Backend>, BackendKind)> {
+        let each =
+            |backend| Backend::kinds(Arc::as_ref(backend)).into_iter().map(move |kind| (backend, kind));
+        let mut all: Vec<_> = self.all.iter().flat_map(each).collect();
+        all.sort_by_key(|(_, kind)| std::cmp::Reverse(*kind));
+        all
     }
 
     /// Probes every backend and tells who watches when something changed.
     pub(crate) async fn probe(&self) {
-        let mut now = Vec::new();
-        for backend in &self.all {
-            now.extend(self.probe_one(backend.as_ref()).await);
+        let mut now: Vec<Capability> = Vec::new();
+        for (backend, kind) in self.offered() {
+            for found in self.probe_one(backend.as_ref(), kind).await {
+                // What several kinds need (control groups, disks) is found once.
+                if now.iter().all(|known| known.name != found.name) {
+                    now.push(found);
+                }
+            }
+        }
+        let offers = |kind: BackendKind| self.offered().iter().any(|(_, offered)| *offered == kind);
+        if !now.is_empty() && !offers(BackendKind::Sim) {
+            for kind in BackendKind::ALL.into_iter().rev().filter(|kind| *kind > BackendKind::Sim) {
+                if !offers(kind) {
+                    now.push(not_offered(kind));
+                }
+            }
         }
         if now.is_empty() {
             now.push(Capability::failed(
@@ -102,10 +127,9 @@ impl Backends {
         });
     }
 
-    async fn probe_one(&self, backend: &dyn Backend) -> Vec<Capability> {
-        let kind = backend.kind();
+    async fn probe_one(&self, backend: &dyn Backend, kind: BackendKind) -> Vec<Capability> {
         let started = tokio::time::Instant::now();
-        let capabilities = match tokio::time::timeout(PROBE_DEADLINE, backend.probe()).await {
+        let capabilities = match tokio::time::timeout(PROBE_DEADLINE, backend.probe(kind)).await {
             Ok(capabilities) if !capabilities.is_empty() => capabilities,
             Ok(_) => {
                 vec![Capability::failed(capability_name(kind), "the probe found nothing", "report this")]
@@ -130,28 +154,40 @@ impl Backends {
         capabilities
     }
 
-    /// Returns the backend that a request names; empty or `auto` is the strongest that works.
+    /// Returns the kind that a request names; `None` for empty or `auto`.
+    ///
+    /// # Errors
+    ///
+    /// There is no such kind.
+    pub(crate) fn named(requested: &str) -> Result<Option<BackendKind>, Refusal> {
+        match requested {
+            "" | "auto" => Ok(None),
+            word => word.parse().map(Some).map_err(Refusal::invalid),
+        }
+    }
+
+    /// Returns the backend that a request names and the kind to make; empty or `auto` is the strongest that works.
     ///
     /// # Errors
     ///
     /// None works, the named one does not, or this host does not serve it: the reason is in the message.
-    pub(crate) fn pick(&self, requested: &str) -> Result<&Arc<dyn Backend>, Refusal> {
+    pub(crate) fn pick(&self, requested: &str) -> Result<(&Arc<dyn Backend>, BackendKind), Refusal> {
         let capabilities = self.capabilities.borrow();
-        if matches!(requested, "" | "auto") {
-            return self.all.iter().find(|backend| works(&capabilities, backend.kind())).ok_or_else(|| {
+        let offered = self.offered();
+        let Some(kind) = Self::named(requested)? else {
+            return offered.into_iter().find(|(_, kind)| works(&capabilities, *kind)).ok_or_else(|| {
                 Refusal::invalid(format!("no backend of this host works: {}", failures(&capabilities)))
             });
-        }
-        let kind: BackendKind = requested.parse().map_err(Refusal::invalid)?;
-        let backend = self.all.iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
-            let served: Vec<&str> = self.all.iter().map(|backend| backend.kind().as_str()).collect();
+        };
+        let found = offered.iter().find(|(_, offered)| *offered == kind).copied().ok_or_else(|| {
+            let served: Vec<&str> = offered.iter().map(|(_, kind)| kind.as_str()).collect();
             Refusal::invalid(format!(
                 "this host does not serve backend `{kind}`, only `{}`",
                 served.join("`, `")
             ))
         })?;
         if works(&capabilities, kind) {
-            Ok(backend)
+            Ok(found)
         } else {
             Err(Refusal::invalid(format!(
                 "backend `{kind}` does not work on this host: {}",

@@ -26,9 +26,10 @@ use cloister_api::host::{
 };
 use cloister_sandbox::backend::{Backend, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec};
 use cloister_types::exec::ExecRecord;
-use cloister_types::{ExecId, ExecSpec, Limits, SandboxId, SessionId};
+use cloister_types::{BackendKind, ExecId, ExecSpec, Limits, SandboxId, SessionId};
 
 use crate::agent::{Agent, Live};
+use crate::backends::Backends;
 use crate::fault::POINTS;
 use crate::refusal::Refusal;
 use crate::turns::Turn;
@@ -172,9 +173,11 @@ impl Agent {
         session_id: &SessionId,
         create: &CreateSandbox,
     ) -> Result<SandboxCreated, Refusal> {
-        let spec = SandboxSpec {
+        let mut spec = SandboxSpec {
             session_id: session_id.clone(),
             sandbox_id: create.sandbox_id.parse()?,
+            // Until one is picked below: what runs already is compared first, whatever works by now.
+            backend: Backends::named(&create.backend)?.unwrap_or(BackendKind::Namespace),
             image: create.image.clone(),
             limits: limits_from_proto(&create.limits, &Limits::DEFAULT)
                 .validate()
@@ -184,6 +187,9 @@ impl Agent {
         if let Some(live) = self.find(session_id) {
             let found = live.sandbox.spec();
             if found.sandbox_id == spec.sandbox_id {
+                if Backends::named(&create.backend)?.is_none() {
+                    spec.backend = found.backend;
+                }
                 if *found != spec {
                     return Err(Refusal::new(
                         HostErrorKind::Conflict,
@@ -203,7 +209,8 @@ impl Agent {
                 self.end(&live, Duration::ZERO).await?;
             }
         }
-        let backend = self.backends.pick(&create.backend)?;
+        let (backend, kind) = self.backends.pick(&create.backend)?;
+        spec.backend = kind;
         if create.resumes && !backend.kept_session(session_id).await?.is_some_and(|kept| kept.has_layer) {
             // An empty layer in its place would look like success, with the session's files gone.
             return Err(Refusal::new(
@@ -229,13 +236,13 @@ impl Agent {
         let mut timings = vec![timing("host_queue", waited)];
         timings.extend(created.timings.iter().map(|step| timing(&step.step, step.elapsed)));
         let answer = SandboxCreated {
-            isolation: isolation_to_proto(backend.kind().isolation()).into(),
+            isolation: isolation_to_proto(kind.isolation()).into(),
             facts: facts_to_proto(&created.facts),
             timings,
             ..Default::default()
         };
         tracing::info!(
-            session_id = %session_id, sandbox_id = %spec.sandbox_id, backend = %backend.kind(),
+            session_id = %session_id, sandbox_id = %spec.sandbox_id, backend = %kind,
             elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX), "sandbox created"
         );
         self.insert(created.sandbox, Some(answer.clone()));

@@ -3,10 +3,12 @@
 //! Each variable is declared here once; the reference page is made from these constants. A configuration is read
 //! and checked as a whole before anything is touched, and all problems come together.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use cloister_api::connection::Endpoint;
 use cloister_sandbox::backend::HostPaths;
+use cloister_sandbox::local::runsc;
 use cloister_service::{ConfigError, ConfigReader, EnvVar, Environment};
 use cloister_types::{BackendKind, ByteCount, CpuMillis};
 use secrecy::SecretString;
@@ -53,9 +55,19 @@ pub const RUN_DIR: EnvVar = EnvVar {
 /// How sandboxes are isolated.
 pub const SANDBOX_BACKEND: EnvVar = EnvVar {
     name: "CLOISTER_SANDBOX_BACKEND",
-    doc: "How sandboxes are isolated: `namespace`, or `auto` for the strongest backend that works here. `sim` \
-          isolates nothing, is for tests, and is used only when named.",
+    doc: "How sandboxes are isolated: `gvisor`, `namespace`, or `auto` for both, of which a session that names none \
+          gets the stronger that works here. `sim` isolates nothing, is for tests, and is used only when named.",
     default: Some("auto"),
+    unit: None,
+    since: "0.1.0",
+};
+
+/// The program that starts gVisor.
+pub const RUNSC: EnvVar = EnvVar {
+    name: "CLOISTER_RUNSC",
+    doc: "Absolute path of the `runsc` that starts sandboxes on gVisor. Unset means the first in `PATH`, `/usr/local/bin` \
+          and `/usr/bin`; where there is none, `auto` goes without gVisor.",
+    default: None,
     unit: None,
     since: "0.1.0",
 };
@@ -136,6 +148,7 @@ pub const VARIABLES: [&EnvVar; 12] = [
     &DATA_DIR,
     &RUN_DIR,
     &SANDBOX_BACKEND,
+    &RUNSC,
     &HOST_NAME,
     &HOST_MEMORY_BYTES,
     &HOST_CPU_MILLIS,
@@ -171,6 +184,8 @@ pub struct HostConfig {
     pub paths: HostPaths,
     /// How sandboxes are isolated.
     pub backend: BackendChoice,
+    /// What starts gVisor, where that is wanted and there.
+    pub runsc: Option<PathBuf>,
     /// The name people see.
     pub name: String,
     /// What replaces the measured capacity.
@@ -219,6 +234,7 @@ impl HostConfig {
                 None => BackendChoice::Auto,
             },
         };
+        let runsc = read_runsc(&mut reader, backend);
         if !is_root && backend != BackendChoice::Only(BackendKind::Sim) {
             reader.problem(
                 "the host role makes namespaces and cgroups and needs root: start it with `sudo`, or as a \
@@ -262,6 +278,7 @@ impl HostConfig {
             token,
             paths,
             backend,
+            runsc,
             name,
             capacity,
             exec_spool,
@@ -269,6 +286,29 @@ impl HostConfig {
             warm_sandboxes,
         })
     }
+}
+
+/// Finds `runsc`, unless the choice has no use for it.
+fn read_runsc(reader: &mut ConfigReader<'_>, backend: BackendChoice) -> Option<PathBuf> {
+    if !matches!(backend, BackendChoice::Auto | BackendChoice::Only(BackendKind::Gvisor)) {
+        return None;
+    }
+    let named = reader.text(&RUNSC).map(PathBuf::from);
+    if let Some(named) = named.filter(|path| !path.is_absolute() || !path.is_file()) {
+        reader.problem(format!(
+            "`{}` is `{}`: give the absolute path of the program",
+            RUNSC.name,
+            named.display()
+        ));
+    }
+    let found = runsc::find(reader.text(&RUNSC).map(OsStr::new));
+    if found.is_none() && backend == BackendChoice::Only(BackendKind::Gvisor) {
+        reader.problem(format!(
+            "`{}` is `gvisor` and there is no `runsc` in `PATH`: `just gvisor` builds one, `{}` names one elsewhere",
+            SANDBOX_BACKEND.name, RUNSC.name
+        ));
+    }
+    found
 }
 
 #[cfg(test)]

@@ -42,7 +42,6 @@ use std::time::Duration;
 
 use cloister_sandbox::backend::{Backend, SandboxError};
 use cloister_service::{CancellationToken, TaskRegistry, error_chain};
-use cloister_types::BackendKind;
 
 use crate::agent::Agent;
 pub use crate::config::{BackendChoice, HostConfig};
@@ -62,19 +61,15 @@ pub enum HostError {
     #[error(transparent)]
     DataDir(#[from] DataDirError),
     /// A backend cannot even be asked what it can do.
-    #[error("open backend `{backend}`")]
+    #[error("open the data directory")]
     OpenBackend {
-        /// Which.
-        backend: BackendKind,
         /// What happened.
         #[source]
         source: SandboxError,
     },
     /// What an earlier agent left cannot be found.
-    #[error("adopt sandboxes of backend `{backend}`")]
+    #[error("adopt sandboxes")]
     Adopt {
-        /// Which.
-        backend: BackendKind,
         /// What happened.
         #[source]
         source: SandboxError,

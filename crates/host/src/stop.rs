@@ -56,7 +56,7 @@ async fn stop_in(
 ) -> Result<usize, HostError> {
     let (mut stopped, mut failed, mut left) = (0, Vec::new(), Vec::new());
     for backend in &backends {
-        let adopt = |source| HostError::Adopt { backend: backend.kind(), source };
+        let adopt = |source| HostError::Adopt { source };
         let (running, _gone) = backend.adopt().await.map_err(adopt)?;
         let outcomes = futures::stream::iter(running)
             .map(|sandbox| async move {

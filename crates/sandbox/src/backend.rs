@@ -22,6 +22,8 @@ pub struct SandboxSpec {
     pub session_id: SessionId,
     /// This instance.
     pub sandbox_id: SandboxId,
+    /// How it is isolated.
+    pub backend: BackendKind,
     /// `host`.
     pub image: String,
     /// What it may use.
@@ -119,15 +121,15 @@ impl SandboxError {
     }
 }
 
-/// One way to isolate sandboxes.
+/// The sandboxes of one data directory, isolated in one or several ways.
 #[async_trait]
 pub trait Backend: Send + Sync + 'static {
-    /// Which one.
-    fn kind(&self) -> BackendKind;
+    /// The ways to isolate that it offers, strongest first.
+    fn kinds(&self) -> Vec<BackendKind>;
 
-    /// Tries what the backend needs, by making a sandbox through [`create`](Self::create) and running a command in
+    /// Tries what one of its kinds needs, by making a sandbox through [`create`](Self::create) and running a command in
     /// it within a deadline. The first entry is `backend.<kind>`; the rest are its parts.
-    async fn probe(&self) -> Vec<Capability>;
+    async fn probe(&self, kind: BackendKind) -> Vec<Capability>;
 
     /// Makes and starts a sandbox; on the session's kept layer when there is one. A second call with an equal
     /// spec returns the first sandbox.

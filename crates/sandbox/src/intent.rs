@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use cloister_guest::shim::config::DiskConfig;
-use cloister_types::{Limits, SandboxId, SessionId};
+use cloister_types::{BackendKind, Limits, SandboxId, SessionId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -66,6 +66,9 @@ pub struct Intent {
     pub sandbox_id: SandboxId,
     /// The kernel it was made under.
     pub boot_id: String,
+    /// How it is isolated.
+    #[serde(default = "only_kind_once")]
+    pub backend: BackendKind,
     /// `host`.
     pub image: String,
     /// What it may use.
@@ -96,11 +99,17 @@ impl Intent {
         SandboxSpec {
             session_id: self.session_id.clone(),
             sandbox_id: self.sandbox_id.clone(),
+            backend: self.backend,
             image: self.image.clone(),
             limits: self.limits,
             hostname: self.hostname.clone(),
         }
     }
+}
+
+/// Intents of versions that had one kind do not name it.
+fn only_kind_once() -> BackendKind {
+    BackendKind::Namespace
 }
 
 /// What a session keeps on its host between sandboxes.

@@ -8,7 +8,7 @@
 //!   shim (a process) ◄┘                                                           └─► session's layer and output: kept
 //! ```
 //!
-//! [`Backend`] is the contract. [`namespace`] keeps it with the kernel's own means, [`sim`] in memory; one suite
+//! [`Backend`] is the contract. [`local`] keeps it on this machine, behind namespaces or on gVisor, [`sim`] in memory; one suite
 //! ([`conformance`], in builds with debug assertions) says what both must do. The parts below a backend stand for themselves:
 //! [`cgroup`] limits, [`disk`] layers, [`id_range`] users, [`intent`] what is written down before anything is taken,
 //! [`layout`] where it lies, [`guest_binary`] the static program that this crate carries.
@@ -26,7 +26,7 @@ pub mod guest_binary;
 pub mod id_range;
 pub mod intent;
 pub mod layout;
-pub mod namespace;
+pub mod local;
 pub mod sim;
 
 pub use backend::{

@@ -10,7 +10,7 @@ use cloister_sandbox::backend::{
     Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec,
 };
 use cloister_sandbox::conformance::{CASES, Program, Subject, clean_up, real_argv, sim_argv};
-use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
+use cloister_sandbox::local::{LocalBackend, LocalConfig, runsc};
 use cloister_sandbox::sim::{SimBackend, SimMachine};
 use cloister_sandbox::{Backend, HostPaths};
 use cloister_types::exec::ExecRecord;
@@ -24,6 +24,10 @@ struct SimSubject(SimMachine);
 impl Subject for SimSubject {
     fn backend(&self) -> Arc<dyn Backend> {
         Arc::new(SimBackend::new(self.0.clone()))
+    }
+
+    fn kind(&self) -> BackendKind {
+        BackendKind::Sim
     }
 
     fn second_backend(&self) -> Arc<dyn Backend> {
@@ -43,46 +47,62 @@ impl Subject for SimSubject {
     }
 }
 
-struct NamespaceSubject {
-    backend: NamespaceBackend,
-    config: NamespaceConfig,
+struct LocalSubject {
+    backend: LocalBackend,
+    kind: BackendKind,
+    config: LocalConfig,
     is_warm: bool,
     _directory: tempfile::TempDir,
 }
 
-impl NamespaceSubject {
+impl LocalSubject {
     /// Returns a host of its own in a temporary directory; `None`, after saying so, where there can be none.
-    fn new(is_warm: bool) -> Option<Self> {
+    fn new(kind: BackendKind, is_warm: bool) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
-            println!("SKIP: the namespace backend needs root");
+            println!("SKIP: the {kind} backend needs root");
             return None;
         }
+        let runsc = match kind {
+            BackendKind::Gvisor => match runsc::find(std::env::var_os("CLOISTER_RUNSC").as_deref()) {
+                Some(runsc) => Some(runsc),
+                None => {
+                    println!("SKIP: there is no `runsc` in PATH or CLOISTER_RUNSC: `just gvisor` builds one");
+                    return None;
+                }
+            },
+            _ => None,
+        };
         let directory = tempfile::tempdir().expect("make a temporary directory");
         let paths =
             HostPaths { data_dir: directory.path().join("data"), run_dir: directory.path().join("run") };
-        let mut config = NamespaceConfig::new(paths);
+        let mut config = LocalConfig::new(paths);
         config.spool_max_bytes = SPOOL_MAX_BYTES;
         config.warm_sandboxes = usize::from(is_warm);
-        let backend = NamespaceBackend::open(config.clone()).expect("open the backend");
-        Some(Self { backend, config, is_warm, _directory: directory })
+        config.runsc = runsc;
+        let backend = LocalBackend::open(config.clone()).expect("open the backend");
+        Some(Self { backend, kind, config, is_warm, _directory: directory })
     }
 }
 
-impl Drop for NamespaceSubject {
+impl Drop for LocalSubject {
     fn drop(&mut self) {
         clean_up(&self.config.paths);
     }
 }
 
 #[async_trait]
-impl Subject for NamespaceSubject {
+impl Subject for LocalSubject {
     fn backend(&self) -> Arc<dyn Backend> {
         let inner = self.backend.clone();
         if self.is_warm { Arc::new(Warm { inner }) } else { Arc::new(inner) }
     }
 
+    fn kind(&self) -> BackendKind {
+        self.kind
+    }
+
     fn second_backend(&self) -> Arc<dyn Backend> {
-        Arc::new(NamespaceBackend::open(self.config.clone()).expect("open a second backend"))
+        Arc::new(LocalBackend::open(self.config.clone()).expect("open a second backend"))
     }
 
     fn argv(&self, program: &Program) -> Vec<String> {
@@ -98,17 +118,17 @@ impl Subject for NamespaceSubject {
 
 /// A host that has a sandbox ready before each is asked for.
 struct Warm {
-    inner: NamespaceBackend,
+    inner: LocalBackend,
 }
 
 #[async_trait]
 impl Backend for Warm {
-    fn kind(&self) -> BackendKind {
-        self.inner.kind()
+    fn kinds(&self) -> Vec<BackendKind> {
+        self.inner.kinds()
     }
 
-    async fn probe(&self) -> Vec<Capability> {
-        self.inner.probe().await
+    async fn probe(&self, kind: BackendKind) -> Vec<Capability> {
+        self.inner.probe(kind).await
     }
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
@@ -161,8 +181,8 @@ async fn on_sim(name: &str) {
     run(name, &SimSubject(machine)).await;
 }
 
-async fn on_namespace(name: &str, is_warm: bool) {
-    if let Some(subject) = NamespaceSubject::new(is_warm) {
+async fn on_local(name: &str, kind: BackendKind, is_warm: bool) {
+    if let Some(subject) = LocalSubject::new(kind, is_warm) {
         run(name, &subject).await;
     }
 }
@@ -184,14 +204,21 @@ macro_rules! cases {
         mod namespace {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::on_namespace(stringify!($name), false).await;
+                super::on_local(stringify!($name), super::BackendKind::Namespace, false).await;
+            })*
+        }
+
+        mod gvisor {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::on_local(stringify!($name), super::BackendKind::Gvisor, false).await;
             })*
         }
 
         mod warm {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::on_namespace(stringify!($name), true).await;
+                super::on_local(stringify!($name), super::BackendKind::Namespace, true).await;
             })*
         }
 

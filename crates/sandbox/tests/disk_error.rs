@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use cloister_sandbox::backend::{Sandbox, SandboxSpec};
 use cloister_sandbox::conformance::clean_up;
-use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
+use cloister_sandbox::local::{LocalBackend, LocalConfig};
 use cloister_sandbox::{Backend, HostPaths};
 use cloister_types::session::Reason;
 use cloister_types::{
-    ByteCount, CpuMillis, ExecId, ExecSpec, Exit, ExitReason, Limits, SandboxId, SessionId,
+    BackendKind, ByteCount, CpuMillis, ExecId, ExecSpec, Exit, ExitReason, Limits, SandboxId, SessionId,
 };
 
 /// A small filesystem at a path, gone with this.
@@ -53,6 +53,7 @@ fn spec(session_id: &SessionId) -> SandboxSpec {
     SandboxSpec {
         session_id: session_id.clone(),
         sandbox_id: SandboxId::generate(),
+        backend: BackendKind::Namespace,
         image: "host".to_owned(),
         limits: Limits {
             memory: ByteCount::mib(256),
@@ -73,9 +74,9 @@ async fn sh(sandbox: &dyn Sandbox, script: &str) -> Exit {
     record.exit.expect("it has ended")
 }
 
-fn backend(directory: &Path) -> (NamespaceBackend, HostPaths) {
+fn backend(directory: &Path) -> (LocalBackend, HostPaths) {
     let paths = HostPaths { data_dir: directory.join("data"), run_dir: directory.join("run") };
-    let backend = NamespaceBackend::open(NamespaceConfig::new(paths.clone())).expect("open the backend");
+    let backend = LocalBackend::open(LocalConfig::new(paths.clone())).expect("open the backend");
     (backend, paths)
 }
 

@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cloister_sandbox::conformance::clean_up;
-use cloister_sandbox::namespace::{NamespaceBackend, NamespaceConfig};
+use cloister_sandbox::local::{LocalBackend, LocalConfig};
 use cloister_sandbox::{Backend, Created, HostPaths, SandboxSpec};
 use cloister_types::session::Reason;
-use cloister_types::{ByteCount, CpuMillis, ExecId, ExecSpec, Limits, SandboxId, SessionId};
+use cloister_types::{BackendKind, ByteCount, CpuMillis, ExecId, ExecSpec, Limits, SandboxId, SessionId};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -144,7 +144,7 @@ static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 struct Host {
     _alone: tokio::sync::MutexGuard<'static, ()>,
-    config: NamespaceConfig,
+    config: LocalConfig,
     sweep: Sweep,
     before: KernelState,
     _directory: tempfile::TempDir,
@@ -168,7 +168,7 @@ impl Host {
         let directory = tempfile::tempdir().expect("make a temporary directory");
         let root = fs::canonicalize(directory.path()).expect("resolve the temporary directory");
         let paths = HostPaths { data_dir: root.join("data"), run_dir: root.join("run") };
-        let config = NamespaceConfig::new(paths.clone());
+        let config = LocalConfig::new(paths.clone());
         let backend = open(&config);
         let instance = format!("cloister-{}", paths.instance().expect("name the instance"));
         let mut sweep = Sweep { root, instance, made: Vec::new() };
@@ -186,14 +186,15 @@ impl Host {
     }
 }
 
-fn open(config: &NamespaceConfig) -> NamespaceBackend {
-    NamespaceBackend::open(config.clone()).expect("open the backend")
+fn open(config: &LocalConfig) -> LocalBackend {
+    LocalBackend::open(config.clone()).expect("open the backend")
 }
 
 fn spec() -> SandboxSpec {
     SandboxSpec {
         session_id: SessionId::generate(),
         sandbox_id: SandboxId::generate(),
+        backend: BackendKind::Namespace,
         image: "host".to_owned(),
         limits: Limits {
             memory: ByteCount::mib(64),
@@ -205,7 +206,7 @@ fn spec() -> SandboxSpec {
     }
 }
 
-async fn create(backend: &NamespaceBackend, sweep: &mut Sweep) -> Created {
+async fn create(backend: &LocalBackend, sweep: &mut Sweep) -> Created {
     let spec = spec();
     sweep.made.push(spec.sandbox_id.clone());
     backend.create(&spec).await.expect("create a sandbox")
@@ -231,7 +232,7 @@ fn kill(pid: i32) {
 }
 
 /// Returns the process of a sandbox's shim: the one whose command line names its configuration.
-fn shim_of(config: &NamespaceConfig, id: &SandboxId) -> i32 {
+fn shim_of(config: &LocalConfig, id: &SandboxId) -> i32 {
     let wanted = config.paths.sandbox_dir(id).join("shim.json").display().to_string();
     let found = fs::read_dir("/proc").expect("read /proc").flatten().find_map(|entry| {
         let command_line = fs::read(entry.path().join("cmdline")).ok()?;
@@ -242,7 +243,7 @@ fn shim_of(config: &NamespaceConfig, id: &SandboxId) -> i32 {
 }
 
 /// Returns pid 1 of a sandbox: the child of its shim.
-fn pid_1_of(config: &NamespaceConfig, id: &SandboxId) -> i32 {
+fn pid_1_of(config: &LocalConfig, id: &SandboxId) -> i32 {
     let shim = shim_of(config, id);
     let children = fs::read_to_string(format!("/proc/{shim}/task/{shim}/children")).expect("list children");
     children.split_whitespace().next().and_then(|pid| pid.parse().ok()).expect("the shim has a child")

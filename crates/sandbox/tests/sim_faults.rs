@@ -8,12 +8,15 @@ use chrono::TimeDelta;
 use cloister_sandbox::sim::{CREATE_STEPS, SimBackend, SimMachine};
 use cloister_sandbox::{Backend, Sandbox, SandboxError, SandboxSpec};
 use cloister_types::session::Reason;
-use cloister_types::{Clock, ExecId, ExecSpec, ExitReason, Limits, OutputFrame, SandboxId, SessionId};
+use cloister_types::{
+    BackendKind, Clock, ExecId, ExecSpec, ExitReason, Limits, OutputFrame, SandboxId, SessionId,
+};
 
 fn spec() -> SandboxSpec {
     SandboxSpec {
         session_id: SessionId::generate(),
         sandbox_id: SandboxId::generate(),
+        backend: BackendKind::Sim,
         image: "host".to_owned(),
         limits: Limits::DEFAULT,
         hostname: "sim".to_owned(),

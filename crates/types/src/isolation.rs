@@ -91,17 +91,20 @@ pub enum BackendKind {
     Sim,
     /// Linux namespaces, seccomp, Landlock and cgroups.
     Namespace,
+    /// gVisor: a kernel in user space, started by `runsc`.
+    Gvisor,
 }
 
 impl BackendKind {
     /// Every backend, weakest first.
-    pub const ALL: [Self; 2] = [Self::Sim, Self::Namespace];
+    pub const ALL: [Self; 3] = [Self::Sim, Self::Namespace, Self::Gvisor];
 
     /// Returns the word used in the store, in messages and on the command line.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Sim => "sim",
             Self::Namespace => "namespace",
+            Self::Gvisor => "gvisor",
         }
     }
 
@@ -110,6 +113,7 @@ impl BackendKind {
         match self {
             Self::Sim => Isolation::None,
             Self::Namespace => Isolation::Container,
+            Self::Gvisor => Isolation::Gvisor,
         }
     }
 }

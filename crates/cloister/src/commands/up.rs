@@ -45,7 +45,7 @@ pub(crate) struct UpArgs {
         default_value = "127.0.0.1:8080"
     )]
     listen: SocketAddr,
-    /// Backend of sandboxes: `auto`, `namespace` or `sim`
+    /// Backend of sandboxes: `auto`, `gvisor`, `namespace` or `sim`
     #[arg(
         long,
         value_name = "BACKEND", value_parser = parse_backend,

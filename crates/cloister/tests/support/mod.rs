@@ -129,6 +129,8 @@ impl Up {
             .env("CLOISTER_CONFIG", self.path("config.toml"))
             .env("CLOISTER_DATA_DIR", self.path("data"))
             .env("CLOISTER_RUN_DIR", self.path("run"))
+            // The same on every machine, whether it has gVisor or not.
+            .env("CLOISTER_SANDBOX_BACKEND", "namespace")
             .env_remove("CLOISTER_ENDPOINT")
             .env_remove("CLOISTER_TOKEN")
             .env_remove("CLOISTER_CONTEXT")

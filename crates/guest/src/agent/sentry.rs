@@ -45,8 +45,10 @@ pub fn run_on_sentry(path: &Path) -> Result<std::convert::Infallible, AgentError
     let mut agent = config.agent;
     harden::check_defences_off(&agent.defences_off)
         .map_err(|errno| AgentError::start("leave defences off")(errno.into()))?;
+    let (join, counts) = limit_processes(config.pids).map_err(AgentError::start("limit processes"))?;
+    agent.work_join_fds = vec![join];
+    agent.process_count_fds = Some(counts);
     make_run_lock().map_err(AgentError::start("make `/run/lock`"))?;
-    agent.work_join_fds = vec![limit_processes(config.pids).map_err(AgentError::start("limit processes"))?];
     cover_control_groups().map_err(|errno| AgentError::start("cover control groups")(errno.into()))?;
     harden::become_agent_user()?;
     // As its own user, so that nobody else in the sandbox may touch it.
@@ -64,13 +66,15 @@ fn make_run_lock() -> std::io::Result<()> {
     }
 }
 
-/// Makes the work's group among the sentry's own, and returns the descriptor by which a process joins it.
-fn limit_processes(pids: u32) -> std::io::Result<RawFd> {
+/// Makes the work's group among the sentry's own, and returns the descriptor by which a process joins it, and those of how
+/// many are in it and may be.
+fn limit_processes(pids: u32) -> std::io::Result<(RawFd, (RawFd, RawFd))> {
     let group = Path::new(CGROUPS).join("pids/work");
     fs::create_dir(&group)?;
     fs::write(group.join("pids.max"), pids.to_string())?;
     let join = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs"))?;
-    park(join.into())
+    let count = |name: &str| park(fs::File::open(group.join(name))?.into());
+    Ok((park(join.into())?, (count("pids.current")?, count("pids.max")?)))
 }
 
 /// Takes the control groups away: root inside could raise its limit, or leave. The open descriptor goes on working.

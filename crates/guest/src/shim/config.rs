@@ -2,11 +2,14 @@
 //! `sandbox` crate and this one. JSON, read once; an unknown key is an error.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use crate::build::gvisor;
+
+/// Name of the guest agent's socket in its sandbox's directory, on the host's kernel.
+pub(crate) const GUEST_SOCKET: &str = "guest.sock";
 
 /// Everything a shim needs to build one sandbox. Paths are absolute and on the host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,19 +64,14 @@ pub struct ShimConfig {
 impl ShimConfig {
     /// Returns where the guest agent listens.
     pub(crate) fn guest_socket(&self) -> PathBuf {
-        self.kernel.guest_socket(&self.sandbox_dir)
+        match self.kernel {
+            KernelConfig::Host => self.sandbox_dir.join(GUEST_SOCKET),
+            KernelConfig::Gvisor { .. } => gvisor::guest_socket(&self.sandbox_dir),
+        }
     }
 }
 
 impl KernelConfig {
-    /// Returns where the guest agent of a sandbox with this directory listens.
-    pub(crate) fn guest_socket(&self, sandbox_dir: &Path) -> PathBuf {
-        match self {
-            Self::Host => sandbox_dir.join("guest.sock"),
-            Self::Gvisor { .. } => gvisor::guest_socket(sandbox_dir),
-        }
-    }
-
     /// Returns the wait status of what the sandbox stands and falls with, from that of the shim's child: a keeper, which is
     /// pid 1 of a namespace and so cannot die of the sentry's signal, returns what a shell would.
     pub(crate) fn pid1_status(&self, status: i32) -> i32 {

@@ -2,9 +2,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener as StdListener;
+use std::path::Path;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -18,7 +19,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 use tokio::time::timeout;
 
-use super::config::{KernelConfig, SandboxExitRecord, ShimConfig, ShimReport};
+use super::config::{GUEST_SOCKET, KernelConfig, SandboxExitRecord, ShimConfig, ShimReport};
 use super::counters::{Counters, Counts};
 use super::exec_table::ExecTable;
 use super::identity::Identity;
@@ -117,8 +118,8 @@ impl Shim {
 
     /// Opens a connection to the guest agent, which knows the id that it was started with.
     pub(super) async fn dial_guest(&self, request: impl Into<Body>) -> Result<Connection, OpenError> {
-        let socket = self.config.kernel.guest_socket(&self.identity.borrow().sandbox_dir);
-        Connection::open(&socket, &self.config.sandbox_id, request).await
+        let sandbox_dir = self.identity.borrow().sandbox_dir.clone();
+        dial(&self.config, &sandbox_dir, request).await
     }
 
     /// Waits until the guest agent no longer answers, which is looked at from `limit` on, again and again: a program that
@@ -196,6 +197,24 @@ pub(super) fn run(config: ShimConfig, started: StartedSandbox) -> ExitCode {
     })
 }
 
+/// Opens a connection to the guest agent of the sandbox that has this directory by now.
+async fn dial(
+    config: &ShimConfig,
+    sandbox_dir: &Path,
+    request: impl Into<Body>,
+) -> Result<Connection, OpenError> {
+    match config.kernel {
+        KernelConfig::Host => {
+            Connection::open(&sandbox_dir.join(GUEST_SOCKET), &config.sandbox_id, request).await
+        }
+        KernelConfig::Gvisor { .. } => {
+            let socket = gvisor::open_guest_socket(sandbox_dir).map_err(OpenError::Connect)?;
+            let path = format!("/proc/self/fd/{}", socket.as_raw_fd());
+            Connection::open(Path::new(&path), &config.sandbox_id, request).await
+        }
+    }
+}
+
 /// Ends a sandbox that never served, so that nothing is left of it.
 fn fail(pid: Pid, error: &StartError) -> ExitCode {
     // Its number is its own until it is reaped here.
@@ -219,7 +238,7 @@ async fn prepare(
     let asking = async {
         loop {
             let request = guest::GetSandbox::default();
-            match Connection::open(&started.guest_socket, &config.sandbox_id, request).await {
+            match dial(&config, &config.sandbox_dir, request).await {
                 Ok(mut connection) => return Ok::<_, OpenError>(connection.reader.expect().await?),
                 // On gVisor the agent has yet to make its listener.
                 Err(OpenError::Connect(_)) if config.kernel != KernelConfig::Host => {

@@ -13,7 +13,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 pub(super) async fn create_reports_facts_and_timings(subject: &dyn Subject) {
     let backend = subject.backend();
-    let spec = sandbox_spec(small_limits());
+    let spec = sandbox_spec(subject, small_limits());
     let created = within("a sandbox", backend.create(&spec)).await.expect("create");
     assert_eq!(*created.sandbox.spec(), spec);
     assert!(!created.facts.is_empty() && created.facts.iter().all(|fact| !fact.name.is_empty()));
@@ -54,7 +54,7 @@ pub(super) async fn create_with_another_spec_conflicts(subject: &dyn Subject) {
 
 pub(super) async fn unknown_image_and_wrong_limits_are_refused(subject: &dyn Subject) {
     let backend = subject.backend();
-    let good = sandbox_spec(small_limits());
+    let good = sandbox_spec(subject, small_limits());
     let mut limits = small_limits();
     limits.memory = ByteCount(1);
     let wrong =
@@ -174,7 +174,7 @@ pub(super) async fn how_a_sandbox_ended_is_kept_with_its_layer(subject: &dyn Sub
 
 pub(super) async fn remove_works_from_every_state(subject: &dyn Subject) {
     let backend = subject.backend();
-    let never = sandbox_spec(small_limits());
+    let never = sandbox_spec(subject, small_limits());
     backend.remove(&never.session_id).await.expect("remove what never was");
     // Running, with work in it.
     let running = Fixture::new(subject).await;

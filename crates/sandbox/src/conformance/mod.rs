@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use cloister_types::exec::ExecRecord;
 use cloister_types::{
-    ByteCount, CpuMillis, ExecId, ExecSpec, Exit, Limits, OutputFrame, OutputStream, SandboxId, SessionId,
+    BackendKind, ByteCount, CpuMillis, ExecId, ExecSpec, Exit, Limits, OutputFrame, OutputStream, SandboxId,
+    SessionId,
 };
 
 pub use program::{Program, real_argv, sim_argv};
@@ -39,6 +40,9 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub trait Subject: Send + Sync {
     /// Returns the backend.
     fn backend(&self) -> Arc<dyn Backend>;
+
+    /// Returns how its sandboxes are isolated.
+    fn kind(&self) -> BackendKind;
 
     /// Returns another backend on the same data, as a host agent has after a restart.
     fn second_backend(&self) -> Arc<dyn Backend>;
@@ -153,10 +157,11 @@ pub(crate) fn small_limits() -> Limits {
     Limits { memory: ByteCount::mib(64), cpus: CpuMillis(1000), pids: 64, disk: ByteCount::mib(32) }
 }
 
-pub(crate) fn sandbox_spec(limits: Limits) -> SandboxSpec {
+pub(crate) fn sandbox_spec(subject: &dyn Subject, limits: Limits) -> SandboxSpec {
     SandboxSpec {
         session_id: SessionId::generate(),
         sandbox_id: SandboxId::generate(),
+        backend: subject.kind(),
         image: "host".to_owned(),
         limits,
         hostname: "sandbox".to_owned(),
@@ -178,7 +183,7 @@ impl<'a> Fixture<'a> {
 
     pub(crate) async fn with_limits(subject: &'a dyn Subject, limits: Limits) -> Self {
         let backend = subject.backend();
-        let spec = sandbox_spec(limits);
+        let spec = sandbox_spec(subject, limits);
         let created = within("a sandbox", backend.create(&spec)).await.expect("create a sandbox");
         Self { subject, backend, sandbox: created.sandbox, spec }
     }

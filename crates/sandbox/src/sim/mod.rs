@@ -59,11 +59,11 @@ impl SimBackend {
 
 #[async_trait]
 impl Backend for SimBackend {
-    fn kind(&self) -> BackendKind {
-        BackendKind::Sim
+    fn kinds(&self) -> Vec<BackendKind> {
+        vec![BackendKind::Sim]
     }
 
-    async fn probe(&self) -> Vec<Capability> {
+    async fn probe(&self, _kind: BackendKind) -> Vec<Capability> {
         if self.machine.lock().faults.fail_probe {
             return vec![Capability::failed("backend.sim", "the fault switch is on", "switch it off")];
         }

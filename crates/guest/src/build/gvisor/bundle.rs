@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::super::error::{BuildError, StepContext};
-use super::{Gvisor, LINK, PLACE};
+use super::{Gvisor, LINK, PLACE, SOCKET};
 use crate::agent::sentry::SentryConfig;
 use crate::harden::{AgentConfig, GuestKernel};
 use crate::shim::config::ShimConfig;
@@ -42,13 +42,14 @@ pub(super) fn write(
             sandbox_id: config.sandbox_id.clone(),
             listener_fd: -1,
             work_join_fds: Vec::new(),
+            process_count_fds: None,
             env: config.env.clone(),
             cwd: config.cwd.clone(),
             id_count: config.id_count,
             kernel: GuestKernel::Gvisor,
             defences_off: config.defences_off.clone(),
         },
-        socket: format!("{PLACE}/{LINK}/guest.sock").into(),
+        socket: format!("{PLACE}/{LINK}/{SOCKET}").into(),
         pids: gvisor.pids,
     };
     let agent_file = state.join("agent.json");
@@ -73,10 +74,14 @@ fn spec(
     link_dir: &Path,
     layer: &Path,
 ) -> Value {
-    let bind = |source: &Path, destination: String, mode: &str| json!({"destination": destination, "type": "bind", "source": source, "options": ["bind", mode, "nosuid", "nodev"]});
+    let bind = |source: &Path, destination: String, mode: &str| {
+        let options = ["bind", mode, "nosuid", "nodev"];
+        json!({"destination": destination, "type": "bind", "source": source, "options": options})
+    };
     let made = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
     let mapping = json!([{"containerID": 0, "hostID": config.id_base, "size": config.id_count}]);
     let limit = |kind: &str, value: u64| json!({"type": kind, "hard": value, "soft": value});
+    let namespaces = ["pid", "ipc", "uts", "mount", "network", "user"].map(|kind| json!({"type": kind}));
     let sets = ["bounding", "effective", "permitted", "inheritable", "ambient"];
     let capabilities: serde_json::Map<String, Value> =
         sets.iter().map(|set| ((*set).to_owned(), json!(CAPABILITIES))).collect();
@@ -109,7 +114,7 @@ fn spec(
             bind(&layer.join("tmp"), "/tmp".to_owned(), "rw"),
         ],
         "linux": {
-            "namespaces": ["pid", "ipc", "uts", "mount", "network", "user"].map(|kind| json!({"type": kind})),
+            "namespaces": namespaces,
             "uidMappings": mapping.clone(),
             "gidMappings": mapping,
         },

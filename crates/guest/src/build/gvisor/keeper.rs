@@ -34,6 +34,8 @@ pub(in super::super) struct Plan<'a> {
     pub(super) state: &'a Path,
     /// The name runsc knows the sandbox by.
     pub(super) id: &'a str,
+    /// Files by which the keeper joins its own cgroups.
+    pub(super) own_join: Vec<OwnedFd>,
     /// Files by which runsc and everything that it starts joins the work's cgroups.
     pub(super) join: Vec<OwnedFd>,
     /// What the sandbox sees as its memory.
@@ -83,6 +85,9 @@ impl Plan<'_> {
         set_parent_process_death_signal(Some(Signal::KILL)).map_err(failed("die with the shim"))?;
         if link::is_abandoned(self.link.as_fd()).map_err(failed("look for the shim"))? {
             return Err(Failure { step: "find the shim alive".to_owned(), errno: Errno::CHILD });
+        }
+        for file in &self.own_join {
+            rustix::io::write(file, b"0").map_err(failed("join the agent's cgroups"))?;
         }
         self.own_proc()?;
         let began = Instant::now();

@@ -21,10 +21,11 @@ mod bundle;
 mod facts;
 pub(super) mod keeper;
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, chmod, chown};
+use rustix::fs::{FileType, Mode, OFlags, chmod, chown, fstat, open, openat};
 use rustix::io::Errno;
 
 pub(crate) use self::facts::sentry_facts;
@@ -39,6 +40,7 @@ use crate::shim::config::ShimConfig;
 pub(crate) const PLACE: &str = "/.cloister";
 /// The directory of the listener, below the sandbox's and below [`PLACE`].
 const LINK: &str = "link";
+const SOCKET: &str = "guest.sock";
 /// Bytes for runsc's state, its bundle and its log.
 const STATE_BYTES: &str = "8388608";
 
@@ -51,7 +53,24 @@ pub(super) struct Gvisor<'a> {
 
 /// Returns where the guest agent of a gVisor sandbox listens, as seen from the host.
 pub(crate) fn guest_socket(sandbox_dir: &Path) -> PathBuf {
-    sandbox_dir.join(LINK).join("guest.sock")
+    sandbox_dir.join(LINK).join(SOCKET)
+}
+
+/// Opens what lies where the guest agent listens. Its directory belongs to a sentry that may have been taken over: what lies
+/// there is not followed anywhere, and is connected to through this descriptor (`/proc/self/fd/N`).
+///
+/// # Errors
+///
+/// There is nothing, or something else than a socket.
+pub(crate) fn open_guest_socket(sandbox_dir: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let directory =
+        open(sandbox_dir.join(LINK), flags | OFlags::DIRECTORY, Mode::empty()).map_err(io::Error::from)?;
+    let socket = openat(&directory, SOCKET, flags, Mode::empty())?;
+    if FileType::from_raw_mode(fstat(&socket)?.st_mode) != FileType::Socket {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the guest agent's socket is something else"));
+    }
+    Ok(socket)
 }
 
 /// Starts the sandbox on its finished root, and returns its keeper.
@@ -70,6 +89,7 @@ pub(super) fn start(
     mount_state(&state)?;
     bundle::write(gvisor, config, root, &link_dir, &state)?;
     timer.done("bundle");
+    let own_join = open_join_files(config, &config.cgroup.agent_join)?;
     let join = open_join_files(config, &config.cgroup.work_join)?;
     let (link, child_link) = link::pair().step("make link to keeper")?;
     let plan = keeper::Plan {
@@ -77,6 +97,7 @@ pub(super) fn start(
         runsc: gvisor.runsc,
         state: &state,
         id: &config.sandbox_id,
+        own_join,
         join,
         memory_bytes: gvisor.memory_bytes,
     };

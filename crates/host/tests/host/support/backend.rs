@@ -150,11 +150,11 @@ impl Execs {
 
 #[async_trait]
 impl Backend for HeldBackend {
-    fn kind(&self) -> BackendKind {
-        self.kind
+    fn kinds(&self) -> Vec<BackendKind> {
+        vec![self.kind]
     }
 
-    async fn probe(&self) -> Vec<Capability> {
+    async fn probe(&self, _kind: BackendKind) -> Vec<Capability> {
         let name = format!("backend.{}", self.kind);
         if self.broken.load(Ordering::SeqCst) {
             return vec![Capability::failed(name, "user namespaces are off", "set user.max_user_namespaces")];

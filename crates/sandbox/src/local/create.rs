@@ -10,16 +10,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cloister_guest::shim::config::{CgroupConfig, DiskConfig, RootConfig, ShimConfig, ShimReport};
-use cloister_types::IsolationFact;
+use cloister_types::{BackendKind, IsolationFact};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::net::unix::pipe;
 use tokio::sync::OwnedMutexGuard;
 
-use super::sandbox::NamespaceSandbox;
+use super::sandbox::LocalSandbox;
 use super::warm::warm_fact;
-use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
+use super::{Inner, LocalBackend, blocking, chain, children, kernel, reap, unix_ms};
 use crate::backend::{Created, HostPaths, SandboxError, SandboxSpec, StepTiming};
-use crate::cgroup::{GroupLimits, JoinFiles};
+use crate::cgroup::JoinFiles;
 use crate::disk::DiskError;
 use crate::fault::POINTS;
 use crate::id_range::{IdRangeError, ensure_session_dir};
@@ -34,9 +34,9 @@ const REPORT_MAX_BYTES: u64 = 256 * 1024;
 /// Most characters of a shim's own messages that go into an error.
 const LOG_TAIL_CHARS: usize = 400;
 
-impl NamespaceBackend {
+impl LocalBackend {
     pub(super) async fn create_sandbox(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
-        check_spec(spec)?;
+        check_spec(spec, &self.inner.config.kinds())?;
         // What is asked for now comes before what is made ready for later.
         let _first = self.inner.warm.hold_back();
         let mut guard = self.inner.session_lock(&spec.session_id).lock_owned().await;
@@ -56,7 +56,7 @@ impl NamespaceBackend {
             }
         }
         let built = self.build(self.inner.paths().clone(), spec, guard).await?;
-        let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), built.intent));
+        let sandbox = Arc::new(LocalSandbox::new(Arc::clone(&self.inner), built.intent));
         self.inner.keep(&sandbox);
         let mut facts = built.facts;
         facts.push(warm_fact(false));
@@ -100,7 +100,7 @@ impl NamespaceBackend {
     /// and those are not held up: a hundredth of a processor would make each start take half a second.
     pub(super) async fn limit(&self, intent: &Intent) -> Result<(), SandboxError> {
         let inner = Arc::clone(&self.inner);
-        let (groups, limits) = (intent.groups.clone(), GroupLimits::from(&intent.limits));
+        let (groups, limits) = (intent.groups.clone(), kernel::group_limits(intent.backend, &intent.limits));
         blocking("limit sandbox", move || {
             let limited = inner.cgroups()?.limit(&groups, &limits);
             limited.map_err(|error| SandboxError::failed("limit sandbox", error))
@@ -130,7 +130,10 @@ impl NamespaceBackend {
     }
 }
 
-fn check_spec(spec: &SandboxSpec) -> Result<(), SandboxError> {
+fn check_spec(spec: &SandboxSpec, kinds: &[BackendKind]) -> Result<(), SandboxError> {
+    if !kinds.contains(&spec.backend) {
+        return Err(SandboxError::Invalid(format!("backend `{}` is not offered here", spec.backend)));
+    }
     if spec.image != "host" {
         let image: String = spec.image.chars().take(64).collect();
         return Err(SandboxError::Invalid(format!("image `{image}` is not known: this version has `host`")));
@@ -279,6 +282,7 @@ fn prepare(
         session_id: spec.session_id.clone(),
         sandbox_id: spec.sandbox_id.clone(),
         boot_id: inner.boot_id.clone(),
+        backend: spec.backend,
         image: spec.image.clone(),
         limits: spec.limits,
         hostname: spec.hostname.clone(),
@@ -363,7 +367,7 @@ fn take(
     steps.done("intent");
     POINTS.reach("sandbox_after_intent");
     let files = cgroups
-        .create(&intent.groups, &GroupLimits::from(&intent.limits).unhurried())
+        .create(&intent.groups, &kernel::group_limits(intent.backend, &intent.limits).unhurried())
         .map_err(|error| SandboxError::failed("make control groups", error))?;
     steps.done("cgroups");
     POINTS.reach("sandbox_after_cgroups");
@@ -373,7 +377,7 @@ fn take(
         .map_err(|error| SandboxError::failed("make the directory of execs", error))?;
     steps.done("layer");
     POINTS.reach("sandbox_after_layer");
-    let config = shim_config(inner, paths, intent, files);
+    let config = shim_config(inner, paths, intent, files)?;
     write_record(&directory.join("shim.json"), &config, false)
         .map_err(|error| SandboxError::failed("write the shim's configuration", error))?;
     POINTS.reach("sandbox_after_shim_config");
@@ -394,8 +398,13 @@ pub(super) fn disk_error(error: DiskError) -> SandboxError {
     }
 }
 
-fn shim_config(inner: &Inner, paths: &HostPaths, intent: &Intent, files: JoinFiles) -> ShimConfig {
-    ShimConfig {
+fn shim_config(
+    inner: &Inner,
+    paths: &HostPaths,
+    intent: &Intent,
+    files: JoinFiles,
+) -> Result<ShimConfig, SandboxError> {
+    Ok(ShimConfig {
         sandbox_id: intent.sandbox_id.to_string(),
         hostname: intent.hostname.clone(),
         sandbox_dir: paths.sandbox_dir(&intent.sandbox_id),
@@ -416,6 +425,7 @@ fn shim_config(inner: &Inner, paths: &HostPaths, intent: &Intent, files: JoinFil
             DiskConfig::Tmpfs { bytes } => DiskConfig::Tmpfs { bytes: *bytes },
         },
         root: RootConfig::Host,
+        kernel: kernel::config(intent.backend, inner.config.runsc.as_deref(), &intent.limits)?,
         env: inner.config.env.clone(),
         cwd: inner.config.cwd.clone(),
         spool_max_bytes: inner.config.spool_max_bytes,
@@ -424,7 +434,7 @@ fn shim_config(inner: &Inner, paths: &HostPaths, intent: &Intent, files: JoinFil
         warm: paths.data_dir != inner.paths().data_dir,
         defences_off: inner.config.defences_off.clone(),
         fault_file: cloister_fault::file(),
-    }
+    })
 }
 
 /// Starts the shim. Without `pre_exec` and the like the standard library uses posix_spawn, whose cost does not grow with

@@ -314,6 +314,7 @@ mod tests {
             session_id: SessionId::generate(),
             sandbox_id: sandbox_id.clone(),
             boot_id: boot_id.to_owned(),
+            backend: cloister_types::BackendKind::Namespace,
             image: "host".to_owned(),
             limits: Limits::DEFAULT,
             hostname: "h".to_owned(),

@@ -20,7 +20,7 @@ use crate::intent::Intent;
 /// How long a shim may take for an answer that does not depend on what the program does.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
-pub(super) struct NamespaceSandbox {
+pub(super) struct LocalSandbox {
     inner: Arc<Inner>,
     spec: SandboxSpec,
     intent: Intent,
@@ -41,7 +41,7 @@ struct End {
     gone: OnceLock<Gone>,
 }
 
-impl NamespaceSandbox {
+impl LocalSandbox {
     pub(super) fn new(inner: Arc<Inner>, intent: Intent) -> Self {
         let client = Client::new(&intent.socket, intent.sandbox_id.as_str(), ANSWER_DEADLINE);
         Self { inner, spec: intent.spec(), intent, client, end: Arc::default() }
@@ -122,7 +122,7 @@ impl NamespaceSandbox {
 }
 
 #[async_trait]
-impl Sandbox for NamespaceSandbox {
+impl Sandbox for LocalSandbox {
     fn spec(&self) -> &SandboxSpec {
         &self.spec
     }

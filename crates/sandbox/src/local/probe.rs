@@ -1,17 +1,18 @@
 //! What this host can do, found by making a sandbox the way every other is made.
 //!
-//! The outcome is kept in `<data>/probe.json` for this very guest binary under this very boot, so that a restarted host
+//! The outcome is kept in `<data>/probe-<kind>.json` for this very guest binary (and `runsc`) under this very boot, so that a restarted host
 //! agent need not try again; a failure is not kept, so that a remedy shows at once.
 
-use std::time::{Duration, Instant};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
 
 use cloister_types::{
-    ByteCount, Capability, CpuMillis, ExecId, ExecSpec, ExitReason, IsolationFact, Limits, SandboxId,
-    SessionId,
+    BackendKind, ByteCount, Capability, CpuMillis, ExecId, ExecSpec, ExitReason, IsolationFact, Limits,
+    SandboxId, SessionId,
 };
 use serde::{Deserialize, Serialize};
 
-use super::{NamespaceBackend, chain};
+use super::{LocalBackend, chain};
 use crate::backend::{Backend, Sandbox, SandboxError, SandboxSpec};
 use crate::disk::DiskKind;
 use crate::guest_binary;
@@ -26,32 +27,57 @@ const COMMAND_DEADLINE: Duration = Duration::from_secs(10);
 struct ProbeRecord {
     guest_digest: String,
     boot_id: String,
+    /// Of the `runsc` that was tried.
+    #[serde(default)]
+    runsc: Option<FileIdentity>,
     capabilities: Vec<Capability>,
 }
 
-pub(super) async fn probe(backend: &NamespaceBackend) -> Vec<Capability> {
+/// By what a program that was replaced is told from the one before.
+#[derive(PartialEq, Eq, Serialize, Deserialize)]
+struct FileIdentity {
+    path: PathBuf,
+    bytes: u64,
+    modified: SystemTime,
+}
+
+impl FileIdentity {
+    fn of(path: &Path) -> Option<Self> {
+        let metadata = std::fs::metadata(path).ok()?;
+        Some(Self { path: path.to_path_buf(), bytes: metadata.len(), modified: metadata.modified().ok()? })
+    }
+}
+
+pub(super) async fn probe(backend: &LocalBackend, kind: BackendKind) -> Vec<Capability> {
     let inner = &backend.inner;
-    let file = inner.paths().data_dir.join("probe.json");
+    let file = inner.paths().data_dir.join(format!("probe-{kind}.json"));
+    let runsc = inner.config.runsc.as_deref().filter(|_| kind == BackendKind::Gvisor);
+    let identity = runsc.and_then(FileIdentity::of);
     if let Ok(Some(kept)) = read_record::<ProbeRecord>(&file)
         && kept.guest_digest == guest_binary::digest()
         && kept.boot_id == inner.boot_id
+        && kept.runsc == identity
     {
         return kept.capabilities;
     }
     let session_id = SessionId::generate();
     let started = Instant::now();
-    let outcome = match tokio::time::timeout(DEADLINE, try_sandbox(backend, &session_id)).await {
+    let outcome = match tokio::time::timeout(DEADLINE, try_sandbox(backend, kind, &session_id)).await {
         Ok(outcome) => outcome,
         Err(_) => Err(SandboxError::failed("probe", format!("it took longer than {} s", DEADLINE.as_secs()))),
     };
     if let Err(error) = backend.remove(&session_id).await {
         tracing::warn!(%session_id, error = %chain(&error), "the probe's session is still here");
     }
-    let capabilities = capabilities(backend, &outcome, started.elapsed());
+    let mut capabilities = capabilities(backend, kind, &outcome, started.elapsed());
+    if let Some(runsc) = runsc {
+        capabilities.push(version(runsc).await);
+    }
     if outcome.is_ok() {
         let record = ProbeRecord {
             guest_digest: guest_binary::digest().to_owned(),
             boot_id: inner.boot_id.clone(),
+            runsc: identity,
             capabilities: capabilities.clone(),
         };
         if let Err(error) = write_record(&file, &record, false) {
@@ -62,12 +88,14 @@ pub(super) async fn probe(backend: &NamespaceBackend) -> Vec<Capability> {
 }
 
 async fn try_sandbox(
-    backend: &NamespaceBackend,
+    backend: &LocalBackend,
+    kind: BackendKind,
     session_id: &SessionId,
 ) -> Result<Vec<IsolationFact>, SandboxError> {
     let spec = SandboxSpec {
         session_id: session_id.clone(),
         sandbox_id: SandboxId::generate(),
+        backend: kind,
         image: "host".to_owned(),
         limits: Limits {
             memory: ByteCount::mib(64),
@@ -81,6 +109,20 @@ async fn try_sandbox(
     let outcome = run_true(created.sandbox.as_ref()).await;
     created.sandbox.stop(Duration::ZERO).await?;
     outcome.map(|()| created.facts)
+}
+
+/// Asks a `runsc` for its version: `runsc version release-20240729.0` is its first line.
+async fn version(runsc: &Path) -> Capability {
+    const NAME: &str = "gvisor.runsc";
+    let asked = tokio::process::Command::new(runsc).arg("--version").output();
+    let output = match tokio::time::timeout(COMMAND_DEADLINE, asked).await {
+        Ok(Ok(output)) => output,
+        Ok(Err(error)) => return Capability::failed(NAME, error.to_string(), "install `runsc` again"),
+        Err(_) => return Capability::failed(NAME, "it did not say its version", "install `runsc` again"),
+    };
+    let text = String::from_utf8_lossy(&output.stdout);
+    let version = text.lines().next().unwrap_or_default().trim_start_matches("runsc version ").trim();
+    Capability::ok(NAME, format!("{version} at `{}`", runsc.display()))
 }
 
 async fn run_true(sandbox: &dyn Sandbox) -> Result<(), SandboxError> {
@@ -99,17 +141,18 @@ async fn run_true(sandbox: &dyn Sandbox) -> Result<(), SandboxError> {
 }
 
 fn capabilities(
-    backend: &NamespaceBackend,
+    backend: &LocalBackend,
+    kind: BackendKind,
     outcome: &Result<Vec<IsolationFact>, SandboxError>,
     elapsed: Duration,
 ) -> Vec<Capability> {
     let inner = &backend.inner;
     let mut all = vec![match outcome {
         Ok(_) => Capability::ok(
-            "backend.namespace",
+            format!("backend.{kind}"),
             format!("made a sandbox and ran `/bin/true` in it in {} ms", elapsed.as_millis()),
         ),
-        Err(error) => Capability::failed("backend.namespace", chain(error), remedy(error)),
+        Err(error) => Capability::failed(format!("backend.{kind}"), chain(error), remedy(error)),
     }];
     match &inner.cgroups {
         Ok(driver) => all.extend(driver.probe()),
@@ -120,7 +163,10 @@ fn capabilities(
         )),
     }
     all.extend(inner.disk.probes().iter().cloned());
-    if let Ok(facts) = outcome {
+    // What is read on gVisor is the sentry's, and says nothing about the host.
+    if let Ok(facts) = outcome
+        && kind == BackendKind::Namespace
+    {
         all.extend(facts.iter().filter_map(fact_capability));
     }
     if inner.disk.kind() == Some(DiskKind::Loop)
@@ -156,6 +202,8 @@ fn remedy(error: &SandboxError) -> &'static str {
         "boot a kernel of 5.13 or later with `landlock` in its list of LSMs"
     } else if text.contains("disk limit") || text.contains("mkfs.ext4") {
         "install e2fsprogs and load the `loop` module"
+    } else if text.contains("runsc") {
+        "install a `runsc` of 2024 or later: `just gvisor` builds one, or name it with `CLOISTER_RUNSC`"
     } else if text.contains("control groups") {
         "mount control groups with the memory, cpu and pids controllers"
     } else if text.contains("namespace") || text.contains("clone") {

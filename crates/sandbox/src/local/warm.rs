@@ -31,14 +31,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cloister_guest::client::Client;
-use cloister_types::{ByteCount, IsolationFact, Limits, SandboxId, SessionId};
+use cloister_types::{BackendKind, ByteCount, IsolationFact, Limits, SandboxId, SessionId};
 use tokio::sync::{Notify, OwnedMutexGuard};
 
 use super::create::{Steps, Taken, Undo, disk_error};
-use super::sandbox::NamespaceSandbox;
-use super::{Inner, NamespaceBackend, blocking, chain, children, reap, unix_ms};
+use super::sandbox::LocalSandbox;
+use super::{Inner, LocalBackend, blocking, chain, children, kernel, reap, unix_ms};
 use crate::backend::{Created, SandboxError, SandboxSpec};
-use crate::cgroup::GroupLimits;
 use crate::fault::POINTS;
 use crate::intent::{INTENT_FILE, Intent, SESSION_FILE, SessionRecord, read_record, write_record};
 use crate::layout;
@@ -197,7 +196,7 @@ impl WarmPool {
     }
 }
 
-impl NamespaceBackend {
+impl LocalBackend {
     /// Keeps sandboxes ready for sessions with this size of disk, until a create asks for another.
     pub fn warm_for(&self, disk: ByteCount) {
         self.inner.warm.lock().disk = disk;
@@ -206,7 +205,8 @@ impl NamespaceBackend {
 
     /// Returns a warm sandbox for `spec`. A session that has a layer needs one around that layer.
     pub(super) fn take_warm(&self, spec: &SandboxSpec) -> Option<Warm> {
-        if self.inner.paths().session_dir(&spec.session_id).exists() {
+        if spec.backend != BackendKind::Namespace || self.inner.paths().session_dir(&spec.session_id).exists()
+        {
             return None;
         }
         self.inner.warm.take(spec.limits.disk)
@@ -242,7 +242,7 @@ impl NamespaceBackend {
         POINTS.reach("warm_after_claim");
         steps.done("claim");
         undo.keep();
-        let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent));
+        let sandbox = Arc::new(LocalSandbox::new(Arc::clone(&self.inner), intent));
         self.inner.keep(&sandbox);
         let mut facts: Vec<_> =
             report.facts.into_iter().map(|(name, value)| IsolationFact { name, value }).collect();
@@ -255,6 +255,7 @@ impl NamespaceBackend {
         let spec = SandboxSpec {
             session_id: SessionId::generate(),
             sandbox_id: making.sandbox_id.clone(),
+            backend: BackendKind::Namespace,
             image: "host".to_owned(),
             limits: Limits { disk, ..Limits::DEFAULT },
             hostname: HOSTNAME.to_owned(),
@@ -403,8 +404,8 @@ fn rename(inner: &Inner, spec: &SandboxSpec, warm: &Intent) -> Result<Intent, Sa
     POINTS.reach("warm_after_record");
     write_record(&from.sandbox_dir(&warm.sandbox_id).join(INTENT_FILE), &intent, false).map_err(record)?;
     POINTS.reach("warm_after_intent");
-    let limits = GroupLimits::from(&spec.limits);
-    if limits != GroupLimits::from(&warm.limits) {
+    let limits = kernel::group_limits(spec.backend, &spec.limits);
+    if limits != kernel::group_limits(warm.backend, &warm.limits) {
         let limited = inner.cgroups()?.limit(&warm.groups, &limits);
         limited.map_err(|error| SandboxError::failed("limit a warm sandbox", error))?;
     }

@@ -1,4 +1,5 @@
-//! The `namespace` backend: the host's own kernel behind namespaces, seccomp, Landlock and control groups.
+//! Sandboxes of this machine, each beside a shim: `namespace`, the host's own kernel behind namespaces, seccomp, Landlock and
+//! control groups; `gvisor`, a kernel of its own in user space. They share everything here but [`kernel`].
 //!
 //! ```text
 //!  create:  intent ─► cgroups ─► layer ─► shim (posix_spawn) ─► its one line ─► serving
@@ -23,9 +24,11 @@
 
 mod children;
 mod create;
+mod kernel;
 mod lifecycle;
 mod probe;
 mod reap;
+pub mod runsc;
 mod sandbox;
 mod warm;
 
@@ -48,14 +51,18 @@ use crate::disk::DiskDriver;
 use crate::guest_binary;
 use crate::id_range::IdRangeAllocator;
 use crate::intent;
-use sandbox::{NamespaceSandbox, SpoolOutput};
+use sandbox::{LocalSandbox, SpoolOutput};
 use warm::WarmPool;
 
-/// How a host wants its namespace sandboxes.
+/// How a host wants its sandboxes.
 #[derive(Debug, Clone)]
-pub struct NamespaceConfig {
+pub struct LocalConfig {
     /// Where things are kept.
     pub paths: HostPaths,
+    /// Whether sandboxes behind namespaces are made.
+    pub offers_namespace: bool,
+    /// The `runsc` that makes sandboxes on gVisor; without one, none are made.
+    pub runsc: Option<PathBuf>,
     /// Most bytes of output kept for each exec.
     pub spool_max_bytes: u64,
     /// Most bytes of output kept for all execs of a session.
@@ -74,7 +81,7 @@ pub struct NamespaceConfig {
     pub defences_off: Vec<Defence>,
 }
 
-impl NamespaceConfig {
+impl LocalConfig {
     /// Returns what a host has that says nothing else.
     pub fn new(paths: HostPaths) -> Self {
         let env = [
@@ -84,6 +91,8 @@ impl NamespaceConfig {
         ];
         Self {
             paths,
+            offers_namespace: true,
+            runsc: None,
             spool_max_bytes: 16 * 1024 * 1024,
             session_spool_max_bytes: 256 * 1024 * 1024,
             execs_max: 1024,
@@ -96,14 +105,23 @@ impl NamespaceConfig {
     }
 }
 
+impl LocalConfig {
+    /// Returns what is offered, strongest first.
+    fn kinds(&self) -> Vec<BackendKind> {
+        let gvisor = self.runsc.is_some().then_some(BackendKind::Gvisor);
+        let namespace = self.offers_namespace.then_some(BackendKind::Namespace);
+        gvisor.into_iter().chain(namespace).collect()
+    }
+}
+
 /// Sandboxes of one data directory.
 #[derive(Clone)]
-pub struct NamespaceBackend {
+pub struct LocalBackend {
     inner: Arc<Inner>,
 }
 
 struct Inner {
-    config: NamespaceConfig,
+    config: LocalConfig,
     guest: PathBuf,
     instance: String,
     boot_id: String,
@@ -112,11 +130,11 @@ struct Inner {
     disk: DiskDriver,
     ids: IdRangeAllocator,
     warm: WarmPool,
-    sandboxes: Mutex<HashMap<SessionId, Arc<NamespaceSandbox>>>,
+    sandboxes: Mutex<HashMap<SessionId, Arc<LocalSandbox>>>,
     locks: Mutex<HashMap<SessionId, Weak<tokio::sync::Mutex<()>>>>,
 }
 
-impl NamespaceBackend {
+impl LocalBackend {
     /// Opens a data directory: makes what is missing, installs the guest binary, finds out what the machine has. It
     /// reads files and starts `mkfs.ext4 -V`, so that it belongs on a thread that may block.
     ///
@@ -124,7 +142,7 @@ impl NamespaceBackend {
     ///
     /// When the directories cannot be made or written. What a sandbox needs and the machine lacks is no error here
     /// but in [`probe`](Backend::probe) and [`create`](Backend::create).
-    pub fn open(config: NamespaceConfig) -> Result<Self, SandboxError> {
+    pub fn open(config: LocalConfig) -> Result<Self, SandboxError> {
         let paths = &config.paths;
         paths.ensure().map_err(|error| SandboxError::failed("make the host's directories", error))?;
         let guest = guest_binary::install(&paths.data_dir)
@@ -140,7 +158,7 @@ impl NamespaceBackend {
             cgroups,
             disk: DiskDriver::detect(&paths.data_dir, config.allow_tmpfs),
             ids: IdRangeAllocator::new(paths.clone()),
-            warm: WarmPool::new(config.warm_sandboxes),
+            warm: WarmPool::new(if config.offers_namespace { config.warm_sandboxes } else { 0 }),
             sandboxes: Mutex::default(),
             locks: Mutex::default(),
             config,
@@ -178,11 +196,11 @@ impl Inner {
         lock
     }
 
-    fn sandbox_of(&self, session_id: &SessionId) -> Option<Arc<NamespaceSandbox>> {
+    fn sandbox_of(&self, session_id: &SessionId) -> Option<Arc<LocalSandbox>> {
         self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner).get(session_id).cloned()
     }
 
-    fn keep(&self, sandbox: &Arc<NamespaceSandbox>) {
+    fn keep(&self, sandbox: &Arc<LocalSandbox>) {
         let mut sandboxes = self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
         sandboxes.insert(sandbox.spec().session_id.clone(), Arc::clone(sandbox));
     }
@@ -197,13 +215,13 @@ impl Inner {
 }
 
 #[async_trait]
-impl Backend for NamespaceBackend {
-    fn kind(&self) -> BackendKind {
-        BackendKind::Namespace
+impl Backend for LocalBackend {
+    fn kinds(&self) -> Vec<BackendKind> {
+        self.inner.config.kinds()
     }
 
-    async fn probe(&self) -> Vec<Capability> {
-        probe::probe(self).await
+    async fn probe(&self, kind: BackendKind) -> Vec<Capability> {
+        probe::probe(self, kind).await
     }
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {

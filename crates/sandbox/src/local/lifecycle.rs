@@ -7,8 +7,8 @@ use cloister_guest::client::ClientError;
 use cloister_types::{SandboxId, SessionId};
 
 use super::reap;
-use super::sandbox::NamespaceSandbox;
-use super::{NamespaceBackend, blocking, chain};
+use super::sandbox::LocalSandbox;
+use super::{LocalBackend, blocking, chain};
 use crate::backend::{Gone, Sandbox, SandboxError};
 use crate::fault::POINTS;
 use crate::intent::{INTENT_FILE, Intent, read_record};
@@ -19,14 +19,14 @@ const SERVE_DEADLINE: Duration = Duration::from_secs(5);
 
 /// What an intent on disk turned out to be.
 enum Found {
-    Running(Arc<NamespaceSandbox>),
+    Running(Arc<LocalSandbox>),
     Ended(Gone),
     /// Never was, or cannot be understood.
     Nothing,
 }
 
-impl NamespaceBackend {
-    pub(super) async fn adopt_all(&self) -> Result<(Vec<Arc<NamespaceSandbox>>, Vec<Gone>), SandboxError> {
+impl LocalBackend {
+    pub(super) async fn adopt_all(&self) -> Result<(Vec<Arc<LocalSandbox>>, Vec<Gone>), SandboxError> {
         self.discard_left_warm().await?;
         let inner = Arc::clone(&self.inner);
         blocking("sweep", move || {
@@ -59,7 +59,7 @@ impl NamespaceBackend {
     pub(super) async fn find_unadopted(
         &self,
         session_id: &SessionId,
-    ) -> Result<Option<Arc<NamespaceSandbox>>, SandboxError> {
+    ) -> Result<Option<Arc<LocalSandbox>>, SandboxError> {
         let mut running = None;
         for sandbox_id in self.sandboxes_on_disk().await? {
             let intent = self.read_intent(&sandbox_id).await?;
@@ -85,7 +85,7 @@ impl NamespaceBackend {
                 known.release().await.map(Found::Ended)
             };
         }
-        let sandbox = Arc::new(NamespaceSandbox::new(Arc::clone(&self.inner), intent.clone()));
+        let sandbox = Arc::new(LocalSandbox::new(Arc::clone(&self.inner), intent.clone()));
         if intent.boot_id == self.inner.boot_id && self.serves(&sandbox).await {
             // The limits come last in a create, which a crash may have cut.
             self.limit(&intent).await?;
@@ -100,7 +100,7 @@ impl NamespaceBackend {
     }
 
     /// Returns whether a sandbox's shim lives and answers; one that is still building is waited for.
-    async fn serves(&self, sandbox: &NamespaceSandbox) -> bool {
+    async fn serves(&self, sandbox: &LocalSandbox) -> bool {
         let deadline = Instant::now() + SERVE_DEADLINE;
         while sandbox.is_alive() {
             match sandbox.answers().await {
