@@ -142,7 +142,7 @@ pub const HOST_WARM_SANDBOXES: EnvVar = EnvVar {
 };
 
 /// Every variable of the host role.
-pub const VARIABLES: [&EnvVar; 12] = [
+pub const VARIABLES: [&EnvVar; 13] = [
     &COORDINATOR_ENDPOINT,
     &COORDINATOR_TOKEN,
     &DATA_DIR,

@@ -42,7 +42,7 @@ impl<'a> Report<'a> {
             // What runs is known without it; the layers of paused sessions go unreported this time.
             Err(error) => {
                 let error = error_chain(&error);
-                tracing::warn!(backend = %backend.kind(), error, "the kept sessions cannot be listed");
+                tracing::warn!(error, "the kept sessions cannot be listed");
                 return;
             }
         };

@@ -592,7 +592,12 @@ impl Runner {
         let player = self.play(&exec, open.from_offset, open.no_follow, &mut send);
         tokio::select! {
             () = reader => let_go.send_modify(|count| *count += 1),
-            () = player => {}
+            // A flood ends only when it is let go, which either half of the stream may see first.
+            () = player => {
+                if exec.spec.argv[0] == "flood" {
+                    let_go.send_modify(|count| *count += 1);
+                }
+            }
         }
     }
 

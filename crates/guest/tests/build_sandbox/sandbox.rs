@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use cloister_guest::build::build_and_start;
-use cloister_guest::shim::config::{CgroupConfig, Defence, DiskConfig, RootConfig, ShimConfig};
+use cloister_guest::shim::config::{CgroupConfig, Defence, DiskConfig, KernelConfig, RootConfig, ShimConfig};
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
@@ -71,6 +71,7 @@ pub(crate) fn config(directory: &Path) -> ShimConfig {
     let own = std::process::id() % 4096;
     let id_base = 1_000_000 + 65_536 * (own + 4096 * (NEXT.fetch_add(1, Ordering::Relaxed) % 15));
     ShimConfig {
+        kernel: KernelConfig::Host,
         sandbox_id: "sbx_test".to_owned(),
         hostname: "inside".to_owned(),
         sandbox_dir: directory.to_owned(),

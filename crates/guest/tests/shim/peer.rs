@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cloister_guest::client::{Client, OutputReader};
-use cloister_guest::shim::config::{CgroupConfig, DiskConfig, RootConfig, ShimConfig, ShimReport};
+use cloister_guest::shim::config::{CgroupConfig, DiskConfig, KernelConfig, RootConfig, ShimConfig, ShimReport};
 use cloister_types::exec::ExecRecord;
 use cloister_types::{ExecId, ExecSpec, Exit, OutputFrame, OutputStream};
 
@@ -33,6 +33,7 @@ pub fn config(dir: &std::path::Path) -> ShimConfig {
         std::fs::create_dir_all(dir.join(name)).unwrap();
     }
     ShimConfig {
+        kernel: KernelConfig::Host,
         sandbox_id: "sbx_test".to_owned(),
         hostname: "test".to_owned(),
         sandbox_dir: dir.join("sandbox"),
