@@ -125,7 +125,9 @@ impl Builder<'_> {
         for name in ["guest", "agent.json"] {
             let path = format!("{own}/{name}");
             let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-            openat(self.root, &path, flags, Mode::from_raw_mode(0o644)).step_at(STEP, &path)?;
+            let file = openat(self.root, &path, flags, Mode::from_raw_mode(0o644)).step_at(STEP, &path)?;
+            let (uid, gid) = owner(self.id_base, 0);
+            fchown(file, Some(uid), Some(gid)).step_at(STEP, &path)?;
         }
         Ok(())
     }

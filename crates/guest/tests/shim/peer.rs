@@ -6,7 +6,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use cloister_guest::client::{Client, OutputReader};
-use cloister_guest::shim::config::{CgroupConfig, DiskConfig, KernelConfig, RootConfig, ShimConfig, ShimReport};
+use cloister_guest::shim::config::{
+    CgroupConfig, DiskConfig, KernelConfig, RootConfig, ShimConfig, ShimReport,
+};
 use cloister_types::exec::ExecRecord;
 use cloister_types::{ExecId, ExecSpec, Exit, OutputFrame, OutputStream};
 

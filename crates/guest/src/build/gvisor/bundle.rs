@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::super::error::{BuildError, StepContext};
@@ -23,20 +24,19 @@ const CAPABILITIES: [&str; 9] = [
     "CAP_SYS_ADMIN",
     "CAP_SYS_RESOURCE",
 ];
+/// Where the keeper's root has what the bundle names.
+pub(super) const ROOT: &str = "root";
+pub(super) const TMP: &str = "layer-tmp";
+pub(super) const GUEST: &str = "guest";
+pub(super) const LISTENER: &str = "listener";
+const AGENT: &str = "agent.json";
+const STEP: &str = "write the bundle";
 const OPEN_FILES: u64 = 65_536;
 const SHM_SIZE: &str = "size=268435456";
 const RUN_SIZE: &str = "size=16777216";
 
 /// Writes `config.json` and `agent.json` into `state`.
-pub(super) fn write(
-    gvisor: &Gvisor<'_>,
-    config: &ShimConfig,
-    root: &Path,
-    link_dir: &Path,
-    state: &Path,
-) -> Result<(), BuildError> {
-    const STEP: &str = "write the bundle";
-    let executable = std::fs::read_link("/proc/self/exe").step_at(STEP, "/proc/self/exe")?;
+pub(super) fn write(gvisor: &Gvisor<'_>, config: &ShimConfig, state: &Path) -> Result<(), BuildError> {
     let agent = SentryConfig {
         agent: AgentConfig {
             sandbox_id: config.sandbox_id.clone(),
@@ -52,31 +52,22 @@ pub(super) fn write(
         socket: format!("{PLACE}/{LINK}/{SOCKET}").into(),
         pids: gvisor.pids,
     };
-    let agent_file = state.join("agent.json");
-    put(&agent_file, &serde_json::to_value(&agent).unwrap_or_default())?;
-    let readable = rustix::fs::Mode::from_raw_mode(0o644);
-    rustix::fs::chmod(&agent_file, readable).step_at(STEP, &agent_file)?;
-    let layer = config.sandbox_dir.join("layer");
-    let spec = spec(config, root, &executable, &agent_file, link_dir, &layer);
-    put(&state.join("config.json"), &spec)
+    let agent = serde_json::to_value(&agent).map_err(|_| BuildError::new(STEP, Errno::INVAL))?;
+    put(&state.join(AGENT), &agent)?;
+    put(&state.join("config.json"), &spec(config))
 }
 
 fn put(path: &Path, value: &Value) -> Result<(), BuildError> {
-    std::fs::write(path, value.to_string()).step_at("write the bundle", path)
+    std::fs::write(path, value.to_string()).step_at(STEP, path)?;
+    // The gofer reads it as the sandbox's own user.
+    rustix::fs::chmod(path, rustix::fs::Mode::from_raw_mode(0o644)).step_at(STEP, path)
 }
 
 /// Returns the runtime spec. Its mounts come on top of the root's own, which the gofer serves as they are.
-fn spec(
-    config: &ShimConfig,
-    root: &Path,
-    executable: &Path,
-    agent_file: &Path,
-    link_dir: &Path,
-    layer: &Path,
-) -> Value {
-    let bind = |source: &Path, destination: String, mode: &str| {
+fn spec(config: &ShimConfig) -> Value {
+    let bind = |source: &str, destination: String, mode: &str| {
         let options = ["bind", mode, "nosuid", "nodev"];
-        json!({"destination": destination, "type": "bind", "source": source, "options": options})
+        json!({"destination": destination, "type": "bind", "source": format!("/{source}"), "options": options})
     };
     let made = |destination: &str, kind: &str, options: &[&str]| json!({"destination": destination, "type": kind, "source": kind, "options": options});
     let mapping = json!([{"containerID": 0, "hostID": config.id_base, "size": config.id_count}]);
@@ -97,7 +88,7 @@ fn spec(
             "noNewPrivileges": true,
             "rlimits": [limit("RLIMIT_CORE", 0), limit("RLIMIT_NOFILE", OPEN_FILES)],
         },
-        "root": {"path": root, "readonly": false},
+        "root": {"path": format!("/{ROOT}"), "readonly": false},
         "hostname": config.hostname,
         "mounts": [
             made("/proc", "proc", &["nosuid", "nodev", "noexec"]),
@@ -107,11 +98,11 @@ fn spec(
             made("/run", "tmpfs", &["nosuid", "nodev", "mode=755", RUN_SIZE]),
             made("/sys", "sysfs", &["ro", "nosuid", "nodev", "noexec"]),
             made("/sys/fs/cgroup", "cgroup", &["rw", "nosuid", "nodev", "noexec"]),
-            bind(executable, format!("{PLACE}/guest"), "ro"),
-            bind(agent_file, format!("{PLACE}/agent.json"), "ro"),
-            bind(link_dir, format!("{PLACE}/{LINK}"), "rw"),
+            bind(GUEST, format!("{PLACE}/guest"), "ro"),
+            bind(AGENT, format!("{PLACE}/agent.json"), "ro"),
+            bind(LISTENER, format!("{PLACE}/{LINK}"), "rw"),
             // Without a mount there runsc puts a tmpfs of half the host's memory over an empty /tmp.
-            bind(&layer.join("tmp"), "/tmp".to_owned(), "rw"),
+            bind(TMP, "/tmp".to_owned(), "rw"),
         ],
         "linux": {
             "namespaces": namespaces,

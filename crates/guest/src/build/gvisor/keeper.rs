@@ -5,13 +5,15 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
+use rustix::mount::{MountAttrFlags, UnmountFlags, unmount};
 use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal, wait};
 
 use super::super::link::{self, ChildMessage};
@@ -19,6 +21,8 @@ use super::super::mounts;
 
 /// What the keeper returns when there was nothing to keep.
 const EXIT_NOT_STARTED: i32 = 98;
+/// The program in the keeper's root.
+const RUNSC: &str = "runsc";
 /// What of runsc's complaints is passed on.
 const COMPLAINT_MAX_BYTES: u64 = 600;
 /// How readily the kernel kills the sentry's stubs, whose memory is the programs': well before the sentry, with which
@@ -30,8 +34,10 @@ pub(in super::super) struct Plan<'a> {
     /// Its end of the link.
     pub(in super::super) link: OwnedFd,
     pub(super) runsc: &'a Path,
-    /// The bundle, and where runsc keeps its state.
+    /// The filesystem that becomes the keeper's root: the bundle, and where runsc keeps its state.
     pub(super) state: &'a Path,
+    /// What the sandbox shows, and the place in [`Plan::state`] where the bundle expects it.
+    pub(super) views: Vec<(PathBuf, &'static str)>,
     /// The name runsc knows the sandbox by.
     pub(super) id: &'a str,
     /// Files by which the keeper joins its own cgroups.
@@ -89,7 +95,7 @@ impl Plan<'_> {
         for file in &self.own_join {
             rustix::io::write(file, b"0").map_err(failed("join the agent's cgroups"))?;
         }
-        self.own_proc()?;
+        self.own_root()?;
         let began = Instant::now();
         let starter = self.spawn()?;
         let elapsed_ns = |began: Instant| u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -105,8 +111,7 @@ impl Plan<'_> {
         }
         let step = ChildMessage::Step { step: "runsc".to_owned(), elapsed_ns: elapsed_ns(began) };
         let _ = link::say(self.link.as_fd(), &step);
-        let text =
-            std::fs::read_to_string(self.state.join("pid")).map_err(failed_io("read the sentry's pid"))?;
+        let text = std::fs::read_to_string("/pid").map_err(failed_io("read the sentry's pid"))?;
         let sentry = text.trim().parse().ok().and_then(Pid::from_raw);
         let sentry =
             sentry.ok_or(Failure { step: "read the sentry's pid".to_owned(), errno: Errno::BADMSG })?;
@@ -114,8 +119,32 @@ impl Plan<'_> {
         Ok(sentry)
     }
 
+    /// Makes a root of its own, with nothing in it but what runsc needs: none of the host's files can be reached from
+    /// sentry and gofer, and every path down to the sandbox's is open to its unprivileged users.
+    fn own_root(&self) -> Result<(), Failure> {
+        const STEP: &str = "make the keeper's root";
+        let state = mounts::open_path(self.state).map_err(failed(STEP))?;
+        let view = |source: &Path, place: &str, attributes, is_tree| {
+            let step = || format!("show `{}`", source.display());
+            let fail = |errno| Failure { step: step(), errno };
+            let view = mounts::clone_tree(CWD, source, attributes, is_tree).map_err(fail)?;
+            let target = mounts::open_beneath(state.as_fd(), place).map_err(fail)?;
+            mounts::attach(view.as_fd(), target.as_fd()).map_err(fail)
+        };
+        for (source, place) in &self.views {
+            view(source, place, MountAttrFlags::empty(), true)?;
+        }
+        view(self.runsc, RUNSC, mounts::READ_ONLY, false)?;
+        view(Path::new("/dev/null"), "dev/null", mounts::DEVICE, false)?;
+        self.own_proc(state.as_fd())?;
+        rustix::process::fchdir(&state).map_err(failed(STEP))?;
+        rustix::process::pivot_root(".", ".").map_err(failed(STEP))?;
+        unmount(".", UnmountFlags::DETACH).map_err(failed(STEP))?;
+        rustix::process::chdir("/").map_err(failed(STEP))
+    }
+
     /// Shows this process namespace at `/proc`, with the sandbox's memory as the machine's: the sentry takes it for its own.
-    fn own_proc(&self) -> Result<(), Failure> {
+    fn own_proc(&self, state: BorrowedFd<'_>) -> Result<(), Failure> {
         const STEP: &str = "mount /proc of the keeper";
         let attributes = mounts::DEVICE;
         let proc = mounts::make_filesystem(
@@ -124,39 +153,42 @@ impl Plan<'_> {
             attributes - rustix::mount::MountAttrFlags::MOUNT_ATTR_RDONLY,
         )
         .map_err(failed(STEP))?;
-        let target = mounts::open_path("/proc").map_err(failed(STEP))?;
+        let target = mounts::open_beneath(state, "proc").map_err(failed(STEP))?;
         mounts::attach(proc.as_fd(), target.as_fd()).map_err(failed(STEP))?;
         let kib = self.memory_bytes / 1024;
         let file = self.state.join("meminfo");
         let text = format!("MemTotal:       {kib} kB\nMemFree:        {kib} kB\nMemAvailable:   {kib} kB\n");
         std::fs::write(&file, text).map_err(failed_io(STEP))?;
-        let view =
-            mounts::clone_tree(rustix::fs::CWD, &file, mounts::READ_ONLY, false).map_err(failed(STEP))?;
-        let target = mounts::open_path("/proc/meminfo").map_err(failed(STEP))?;
+        let view = mounts::clone_tree(CWD, &file, mounts::READ_ONLY, false).map_err(failed(STEP))?;
+        let target =
+            openat(&proc, "meminfo", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(failed(STEP))?;
         mounts::attach(view.as_fd(), target.as_fd()).map_err(failed(STEP))
     }
 
     fn spawn(&self) -> Result<Pid, Failure> {
         const STEP: &str = "run runsc";
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(self.state.join("log"))
-            .map_err(failed_io("open runsc's log"))?;
+        let log =
+            File::options().create(true).append(true).open("/log").map_err(failed_io("open runsc's log"))?;
         let join: Vec<i32> = self.join.iter().map(AsRawFd::as_raw_fd).collect();
-        let mut command = Command::new(self.runsc);
+        let mut command = Command::new(format!("/{RUNSC}"));
         command
-            .arg("--root")
-            .arg(self.state.join("run"))
-            .args(["--network=none", "--host-uds=create", "--overlay2=none", "--ignore-cgroups"])
-            .args(["--file-access-mounts=exclusive", "run", "--detach", "--pid-file"])
-            .arg(self.state.join("pid"))
-            .arg("--bundle")
-            .arg(self.state)
-            .arg(self.id)
+            .args([
+                "--root=/run",
+                "--network=none",
+                "--host-uds=create",
+                "--overlay2=none",
+                "--ignore-cgroups",
+            ])
+            .args([
+                "--file-access-mounts=exclusive",
+                "run",
+                "--detach",
+                "--pid-file=/pid",
+                "--bundle=/",
+                self.id,
+            ])
             .env_clear()
-            .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-            .env("TMPDIR", self.state.join("tmp"))
+            .env("TMPDIR", "/tmp")
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -183,7 +215,7 @@ impl Plan<'_> {
     /// Returns the end of what runsc printed.
     fn complaint(&self) -> String {
         let mut text = String::new();
-        if let Ok(file) = File::open(self.state.join("log")) {
+        if let Ok(file) = File::open("/log") {
             let _ = file.take(COMPLAINT_MAX_BYTES).read_to_string(&mut text);
         }
         text.split_whitespace().collect::<Vec<_>>().join(" ")

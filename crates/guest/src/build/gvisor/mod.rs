@@ -87,7 +87,8 @@ pub(super) fn start(
     let link_dir = make_link_directory(config)?;
     let state = config.sandbox_dir.join("state");
     mount_state(&state)?;
-    bundle::write(gvisor, config, root, &link_dir, &state)?;
+    bundle::write(gvisor, config, &state)?;
+    let executable = std::fs::read_link("/proc/self/exe").step_at("find own executable", "/proc/self/exe")?;
     timer.done("bundle");
     let own_join = open_join_files(config, &config.cgroup.agent_join)?;
     let join = open_join_files(config, &config.cgroup.work_join)?;
@@ -96,6 +97,12 @@ pub(super) fn start(
         link: child_link,
         runsc: gvisor.runsc,
         state: &state,
+        views: vec![
+            (root.to_path_buf(), bundle::ROOT),
+            (config.sandbox_dir.join("layer/tmp"), bundle::TMP),
+            (executable, bundle::GUEST),
+            (link_dir, bundle::LISTENER),
+        ],
         id: &config.sandbox_id,
         own_join,
         join,
@@ -125,12 +132,15 @@ fn mount_state(path: &Path) -> Result<OwnedFd, BuildError> {
         Ok(()) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error).step_at(STEP, path),
     }
-    let options = [("size", STATE_BYTES), ("nr_inodes", "1024"), ("mode", "0700")];
+    let options = [("size", STATE_BYTES), ("nr_inodes", "1024"), ("mode", "0755")];
     let target = mounts::open_path(path).step_at(STEP, path)?;
     let filesystem = mounts::make_filesystem("tmpfs", &options, WRITABLE).step_at(STEP, path)?;
     mounts::attach(filesystem.as_fd(), target.as_fd()).step_at(STEP, path)?;
-    for directory in ["run", "tmp"] {
-        rustix::fs::mkdir(path.join(directory), Mode::RWXU).step_at(STEP, path)?;
+    for directory in ["dev", "proc", "run", "tmp", bundle::ROOT, bundle::TMP, bundle::LISTENER] {
+        rustix::fs::mkdir(path.join(directory), Mode::from_raw_mode(0o755)).step_at(STEP, path)?;
+    }
+    for file in ["dev/null", "runsc", bundle::GUEST] {
+        std::fs::write(path.join(file), b"").step_at(STEP, path)?;
     }
     Ok(filesystem)
 }
