@@ -9,12 +9,12 @@ use async_trait::async_trait;
 use cloister_sandbox::backend::{
     Created, Gone, KeptSession, OutputReader, Sandbox, SandboxError, SandboxSpec,
 };
-use cloister_sandbox::conformance::{CASES, Program, Subject, clean_up, real_argv, sim_argv};
+use cloister_sandbox::conformance::{CASES, Program, Subject, clean_up, cpu_time, real_argv, sim_argv};
 use cloister_sandbox::local::{LocalBackend, LocalConfig, runsc};
 use cloister_sandbox::sim::{SimBackend, SimMachine};
 use cloister_sandbox::{Backend, HostPaths};
 use cloister_types::exec::ExecRecord;
-use cloister_types::{BackendKind, Capability, ExecId, SessionId};
+use cloister_types::{BackendKind, Capability, ExecId, SandboxId, SessionId};
 
 const SPOOL_MAX_BYTES: u64 = 2 * 1024 * 1024;
 
@@ -36,6 +36,10 @@ impl Subject for SimSubject {
 
     fn argv(&self, program: &Program) -> Vec<String> {
         sim_argv(program)
+    }
+
+    fn cpu_time(&self, _sandbox_id: &SandboxId) -> Option<Duration> {
+        None
     }
 
     async fn elapse(&self, time: Duration) {
@@ -107,6 +111,10 @@ impl Subject for LocalSubject {
 
     fn argv(&self, program: &Program) -> Vec<String> {
         real_argv(program)
+    }
+
+    fn cpu_time(&self, sandbox_id: &SandboxId) -> Option<Duration> {
+        Some(cpu_time(&self.config.paths, sandbox_id))
     }
 
     async fn elapse(&self, _time: Duration) {}

@@ -50,8 +50,17 @@ pub trait Subject: Send + Sync {
     /// Returns the command line of a program.
     fn argv(&self, program: &Program) -> Vec<String>;
 
+    /// Returns the time that a sandbox has had on processors, counted outside of it; `None` where it has none.
+    fn cpu_time(&self, sandbox_id: &SandboxId) -> Option<Duration>;
+
     /// Lets this much time pass for the sandboxes, where time does not pass by itself.
     async fn elapse(&self, time: Duration);
+
+    /// Returns whether an exec is told that a fork of its programs met the limit of processes. gVisor enforces that limit
+    /// and counts nothing.
+    fn counts_refused_forks(&self) -> bool {
+        self.kind() != BackendKind::Gvisor
+    }
 
     /// Returns how many bytes of output are kept for each exec.
     fn spool_max_bytes(&self) -> u64;
@@ -143,6 +152,32 @@ pub fn clean_up(paths: &HostPaths) {
         let _ = intent.groups.kill_all(deadline);
         let _ = intent.groups.remove(deadline);
     }
+}
+
+/// Returns the time that the processes of a sandbox and those that they have waited for have had on processors so far, as
+/// `/proc` has it.
+///
+/// # Panics
+///
+/// When there is no such sandbox or its groups cannot be read.
+pub fn cpu_time(paths: &HostPaths, sandbox_id: &SandboxId) -> Duration {
+    let file = paths.sandbox_dir(sandbox_id).join(INTENT_FILE);
+    let intent = read_record::<Intent>(&file).expect("read the intent").expect("the sandbox has an intent");
+    let base = &intent.groups.hierarchies.first().expect("a hierarchy").base;
+    let members = |group: &str| {
+        std::fs::read_to_string(base.join(group).join("cgroup.procs")).expect("read the group's processes")
+    };
+    let ticks: u64 = (members("agent") + &members("work")).lines().map(ticks_of).sum();
+    // Ticks of a hundredth of a second, see proc(5).
+    Duration::from_millis(ticks * 10)
+}
+
+/// Returns `utime`, `stime`, `cutime` and `cstime` of a process together; nothing of one that is gone.
+fn ticks_of(pid: &str) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name, which may hold anything, ends with the last `)`.
+    let fields = stat.rsplit(')').next().unwrap_or_default();
+    fields.split_whitespace().skip(11).take(4).filter_map(|field| field.parse::<u64>().ok()).sum()
 }
 
 /// A session with one sandbox, made by a case.

@@ -115,7 +115,7 @@ impl Plan<'_> {
         let sentry = text.trim().parse().ok().and_then(Pid::from_raw);
         let sentry =
             sentry.ok_or(Failure { step: "read the sentry's pid".to_owned(), errno: Errno::BADMSG })?;
-        prefer_stubs(sentry);
+        spare_own_children().map_err(failed_io("spare the sentry when memory runs out"))?;
         Ok(sentry)
     }
 
@@ -205,6 +205,7 @@ impl Plan<'_> {
                 Ok(())
             });
         }
+        std::fs::write("/proc/self/oom_score_adj", STUB_OOM_SCORE_ADJ).map_err(failed_io(STEP))?;
         let child = command.spawn().map_err(failed_io(STEP))?;
         i32::try_from(child.id())
             .ok()
@@ -222,14 +223,15 @@ impl Plan<'_> {
     }
 }
 
-/// Lets the kernel prefer the sentry's stubs when memory runs out. One that cannot be written changes only that.
-fn prefer_stubs(sentry: Pid) {
-    let sentry = sentry.as_raw_nonzero();
-    let children =
-        std::fs::read_to_string(format!("/proc/{sentry}/task/{sentry}/children")).unwrap_or_default();
-    for child in children.split_whitespace() {
-        let _ = std::fs::write(format!("/proc/{child}/oom_score_adj"), STUB_OOM_SCORE_ADJ);
+/// Lets the kernel prefer the sentry's stubs when memory runs out: everything was started as a stub is, and what the
+/// keeper has for children, the sentry and the gofer, is brought back. The first stub, from which all others are forked,
+/// is older than this.
+fn spare_own_children() -> std::io::Result<()> {
+    let children = std::fs::read_to_string("/proc/1/task/1/children")?;
+    for process in children.split_whitespace().chain(["self"]) {
+        std::fs::write(format!("/proc/{process}/oom_score_adj"), "0")?;
     }
+    Ok(())
 }
 
 /// Reaps until the sentry has ended, and returns what a shell would for its end.
