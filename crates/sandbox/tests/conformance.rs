@@ -51,31 +51,58 @@ impl Subject for SimSubject {
     }
 }
 
+/// The ways in which this machine makes sandboxes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Local {
+    Namespace,
+    Warm,
+    Gvisor,
+    GvisorOfDebian,
+}
+
+impl Local {
+    fn kind(self) -> BackendKind {
+        match self {
+            Self::Namespace | Self::Warm => BackendKind::Namespace,
+            Self::Gvisor | Self::GvisorOfDebian => BackendKind::Gvisor,
+        }
+    }
+}
+
 struct LocalSubject {
     backend: LocalBackend,
     kind: BackendKind,
     config: LocalConfig,
     is_warm: bool,
+    is_debian: bool,
     _directory: tempfile::TempDir,
 }
 
 impl LocalSubject {
     /// Returns a host of its own in a temporary directory; `None`, after saying so, where there can be none.
-    fn new(kind: BackendKind, is_warm: bool) -> Option<Self> {
+    fn new(subject: Local) -> Option<Self> {
+        let kind = subject.kind();
         if !rustix::process::geteuid().is_root() {
             println!("SKIP: the {kind} backend needs root");
             return None;
         }
-        let runsc = match kind {
-            BackendKind::Gvisor => match runsc::find(std::env::var_os("CLOISTER_RUNSC").as_deref()) {
-                Some(runsc) => Some(runsc),
-                None => {
-                    println!("SKIP: there is no `runsc` in PATH or CLOISTER_RUNSC: `just gvisor` builds one");
-                    return None;
-                }
-            },
-            _ => None,
+        let found = match subject {
+            Local::Namespace | Local::Warm => Ok(None),
+            Local::Gvisor => runsc::find(std::env::var_os("CLOISTER_RUNSC").as_deref())
+                .map(Some)
+                .ok_or("there is no `runsc` in PATH or CLOISTER_RUNSC: `just gvisor` builds one"),
+            Local::GvisorOfDebian => std::env::var_os("CLOISTER_TEST_RUNSC_DEBIAN")
+                .map(|path| Some(path.into()))
+                .ok_or("CLOISTER_TEST_RUNSC_DEBIAN names no `runsc` of Debian; `./test` fetches one"),
         };
+        let runsc = match found {
+            Ok(runsc) => runsc,
+            Err(reason) => {
+                println!("SKIP: {reason}");
+                return None;
+            }
+        };
+        let is_warm = subject == Local::Warm;
         let directory = tempfile::tempdir().expect("make a temporary directory");
         let paths =
             HostPaths { data_dir: directory.path().join("data"), run_dir: directory.path().join("run") };
@@ -84,7 +111,8 @@ impl LocalSubject {
         config.warm_sandboxes = usize::from(is_warm);
         config.runsc = runsc;
         let backend = LocalBackend::open(config.clone()).expect("open the backend");
-        Some(Self { backend, kind, config, is_warm, _directory: directory })
+        let is_debian = subject == Local::GvisorOfDebian;
+        Some(Self { backend, kind, config, is_warm, is_debian, _directory: directory })
     }
 }
 
@@ -111,6 +139,10 @@ impl Subject for LocalSubject {
 
     fn argv(&self, program: &Program) -> Vec<String> {
         real_argv(program)
+    }
+
+    fn sees_memory_kills(&self) -> bool {
+        !self.is_debian
     }
 
     fn cpu_time(&self, sandbox_id: &SandboxId) -> Option<Duration> {
@@ -189,8 +221,8 @@ async fn on_sim(name: &str) {
     run(name, &SimSubject(machine)).await;
 }
 
-async fn on_local(name: &str, kind: BackendKind, is_warm: bool) {
-    if let Some(subject) = LocalSubject::new(kind, is_warm) {
+async fn on_local(name: &str, subject: Local) {
+    if let Some(subject) = LocalSubject::new(subject) {
         run(name, &subject).await;
     }
 }
@@ -212,21 +244,28 @@ macro_rules! cases {
         mod namespace {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::on_local(stringify!($name), super::BackendKind::Namespace, false).await;
+                super::on_local(stringify!($name), super::Local::Namespace).await;
             })*
         }
 
         mod gvisor {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::on_local(stringify!($name), super::BackendKind::Gvisor, false).await;
+                super::on_local(stringify!($name), super::Local::Gvisor).await;
+            })*
+        }
+
+        mod gvisor_of_debian {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                super::on_local(stringify!($name), super::Local::GvisorOfDebian).await;
             })*
         }
 
         mod warm {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                super::on_local(stringify!($name), super::BackendKind::Namespace, true).await;
+                super::on_local(stringify!($name), super::Local::Warm).await;
             })*
         }
 

@@ -5,7 +5,8 @@ use std::os::fd::OwnedFd;
 
 use cloister_types::exec::TerminalSize;
 use rustix::fs::{Mode, OFlags};
-use rustix::pty::{OpenptFlags, ioctl_tiocgptpeer, unlockpt};
+use rustix::io::Errno;
+use rustix::pty::{OpenptFlags, ioctl_tiocgptpeer, ptsname, unlockpt};
 use rustix::termios::{InputModes, OptionalActions, Winsize, tcgetattr, tcsetattr, tcsetwinsize};
 use tokio::io::Interest;
 use tokio::io::unix::{AsyncFd, AsyncFdRegisterError};
@@ -36,8 +37,7 @@ impl Terminal {
         let mut modes = tcgetattr(&master)?;
         modes.input_modes |= InputModes::IUTF8;
         tcsetattr(&master, OptionalActions::Now, &modes)?;
-        let program =
-            ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        let program = open_program_end(&master)?;
         let master = register(master);
         let terminal = Self { master: master.map_err(io::Error::from)? };
         terminal.resize(size)?;
@@ -82,6 +82,18 @@ impl Terminal {
     pub(super) async fn write_end(&self) {
         // A program that is gone needs none.
         let _ = self.write(&[END_OF_INPUT]).await;
+    }
+}
+
+/// Opens the program's end of a terminal.
+fn open_program_end(master: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+    match ioctl_tiocgptpeer(master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC) {
+        // The gVisor of 2024 has terminals by name only. As above, nothing else can stand there.
+        Err(Errno::NOTTY) => {
+            let name = ptsname(master, Vec::new())?;
+            rustix::fs::open(name, OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty())
+        }
+        other => other,
     }
 }
 

@@ -11,13 +11,15 @@ use rustix::thread::{
     set_thread_res_gid, set_thread_res_uid,
 };
 
-use super::{AGENT_ID, AgentConfig, HardenError, landlock_domain, last_errno};
+use super::{AGENT_ID, AgentConfig, GuestKernel, HardenError, landlock_domain, last_errno};
 use crate::shim::config::Defence;
 
 /// Most open files of a process, where the host allows as many.
 const OPEN_FILES_HARD: u64 = 65_536;
 /// What a program starts with: beyond this number `select` writes past its set.
 const OPEN_FILES_SOFT: u64 = 1024;
+/// More than the guest agent ever has open.
+const DESCRIPTORS_MAX: RawFd = 4096;
 /// Most supplementary groups of an exec.
 const GROUPS_MAX: usize = 64;
 
@@ -29,6 +31,7 @@ pub struct PreparedExec {
     groups: Vec<Gid>,
     work_join_fds: Vec<RawFd>,
     process_count_fds: Option<(RawFd, RawFd)>,
+    kernel: GuestKernel,
     /// `None` on gVisor, and when a control experiment leaves Landlock off.
     ruleset_fd: Option<RawFd>,
     open_files: Rlimit,
@@ -73,6 +76,7 @@ pub fn prepare_exec(
         groups: groups.iter().map(|id| Gid::from_raw(*id)).collect(),
         work_join_fds: config.work_join_fds.clone(),
         process_count_fds: config.process_count_fds,
+        kernel: config.kernel,
         ruleset_fd,
         open_files: Rlimit { current: Some(OPEN_FILES_SOFT.min(hard)), maximum: Some(hard) },
         sets_no_new_privs: !config.is_off(Defence::NoNewPrivileges),
@@ -126,7 +130,27 @@ pub unsafe fn apply_exec(prepared: &PreparedExec) -> Result<(), Errno> {
     // SAFETY: marks descriptors close-on-exec, and closes none.
     // JUSTIFICATION: there is no safe wrapper.
     let marked = unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
-    if marked == 0 { Ok(()) } else { Err(last_errno()) }
+    match if marked == 0 { Ok(()) } else { Err(last_errno()) } {
+        // The gVisor of 2024 can only close them.
+        Err(Errno::INVAL) if prepared.kernel == GuestKernel::Gvisor => mark_each_close_on_exec(),
+        other => other,
+    }
+}
+
+/// Marks every descriptor that the guest agent can have: 256 execs with a handful each. They are opened with the mark, so
+/// that this is a second look.
+fn mark_each_close_on_exec() -> Result<(), Errno> {
+    for fd in 3..DESCRIPTORS_MAX {
+        // SAFETY: sets a flag of a descriptor number; no memory is involved.
+        // JUSTIFICATION: nothing owns the descriptors of a forked child.
+        if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+            let error = last_errno();
+            if error != Errno::BADF {
+                return Err(error);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Handlers go with the exec; an ignored `SIGPIPE` (Rust's runtime) and the mask would not.

@@ -14,7 +14,9 @@ use rustix::thread::{
     set_keep_capabilities, set_no_new_privs, set_thread_groups, set_thread_res_gid, set_thread_res_uid,
 };
 
-use super::{AGENT_ID, AgentConfig, CONFIG_FD, HardenError, check_defences_off, last_errno, seccomp};
+use super::{
+    AGENT_ID, AgentConfig, CONFIG_FD, GuestKernel, HardenError, check_defences_off, last_errno, seccomp,
+};
 use crate::shim::config::Defence;
 
 /// All that pid 1 needs once it serves: starting programs as other users, and ending them.
@@ -129,7 +131,11 @@ fn empty_bounding_set() -> Result<(), Errno> {
 }
 
 fn drop_capabilities(config: &AgentConfig) -> Result<(), Errno> {
-    clear_ambient_capability_set()?;
+    match clear_ambient_capability_set() {
+        // The gVisor of 2024 has no ambient set, and so nothing to clear.
+        Err(Errno::INVAL) if config.kernel == GuestKernel::Gvisor => {}
+        other => other?,
+    }
     let mut kept = KEPT;
     if config.is_off(Defence::NoNewPrivileges) {
         // Landlock asks for one or the other.

@@ -231,9 +231,14 @@ async fn prepare(
 ) -> Result<(Rc<Shim>, UnixListener), StartError> {
     let begin = Instant::now();
     let pidfd = watch_pidfd(started.pidfd).map_err(|error| StartError::new("watch pid 1", &error))?;
+    const STEP: &str = "wait for the guest agent";
+    let state = gvisor::state_dir(&config.sandbox_dir);
     let failed = |message: &str| StartError {
-        step: "wait for the guest agent".to_owned(),
-        message: message.to_owned(),
+        step: STEP.to_owned(),
+        message: match gvisor::complaint(&state) {
+            printed if printed.is_empty() => message.to_owned(),
+            printed => format!("{message}: {printed}"),
+        },
     };
     let asking = async {
         loop {
@@ -259,12 +264,12 @@ async fn prepare(
         }
         Ok(Ok(Body::Error(error))) => return Err(failed(&error.message)),
         Ok(Ok(_)) => return Err(failed("it sent another message than its facts")),
-        Ok(Err(error)) => return Err(StartError::new("wait for the guest agent", &error)),
+        Ok(Err(error)) => return Err(failed(&StartError::new(STEP, &error).message)),
         Err(_) => return Err(failed("it did not answer in time")),
     };
     let mut facts = facts;
     if config.kernel != KernelConfig::Host {
-        facts.extend(gvisor::sentry_facts(started.pid, &config.sandbox_dir.join("state")));
+        facts.extend(gvisor::sentry_facts(started.pid, &state));
     }
     POINTS.reach("shim_before_bind");
     let listener = bind(&config).map_err(|error| StartError::new("bind the socket", &error))?;

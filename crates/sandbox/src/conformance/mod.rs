@@ -62,6 +62,12 @@ pub trait Subject: Send + Sync {
         self.kind() != BackendKind::Gvisor
     }
 
+    /// Returns whether a program that the kernel killed for its memory is seen to have been killed. On the gVisor of 2024 it
+    /// exits with 1; that the limit was met is told all the same.
+    fn sees_memory_kills(&self) -> bool {
+        true
+    }
+
     /// Returns how many bytes of output are kept for each exec.
     fn spool_max_bytes(&self) -> u64;
 }

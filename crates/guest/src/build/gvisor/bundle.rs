@@ -73,7 +73,7 @@ fn spec(config: &ShimConfig) -> Value {
     let mapping = json!([{"containerID": 0, "hostID": config.id_base, "size": config.id_count}]);
     let limit = |kind: &str, value: u64| json!({"type": kind, "hard": value, "soft": value});
     let namespaces = ["pid", "ipc", "uts", "mount", "network", "user"].map(|kind| json!({"type": kind}));
-    let sets = ["bounding", "effective", "permitted", "inheritable", "ambient"];
+    let sets = ["bounding", "effective", "permitted"];
     let capabilities: serde_json::Map<String, Value> =
         sets.iter().map(|set| ((*set).to_owned(), json!(CAPABILITIES))).collect();
     json!({

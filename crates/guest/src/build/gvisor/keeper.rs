@@ -4,7 +4,6 @@
 #![expect(unsafe_code, reason = "runs in a cloned child, which must never return into the shim's code")]
 
 use std::fs::File;
-use std::io::Read as _;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -18,13 +17,12 @@ use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal,
 
 use super::super::link::{self, ChildMessage};
 use super::super::mounts;
+use super::LOG;
 
 /// What the keeper returns when there was nothing to keep.
 const EXIT_NOT_STARTED: i32 = 98;
 /// The program in the keeper's root.
 const RUNSC: &str = "runsc";
-/// What of runsc's complaints is passed on.
-const COMPLAINT_MAX_BYTES: u64 = 600;
 /// How readily the kernel kills the sentry's stubs, whose memory is the programs': well before the sentry, with which
 /// the whole sandbox would go.
 const STUB_OOM_SCORE_ADJ: &str = "950";
@@ -107,7 +105,10 @@ impl Plan<'_> {
             }
         };
         if !status.exited() || status.exit_status() != Some(0) {
-            return Err(Failure { step: format!("start runsc ({})", self.complaint()), errno: Errno::CHILD });
+            return Err(Failure {
+                step: format!("start runsc ({})", super::complaint(Path::new("/"))),
+                errno: Errno::CHILD,
+            });
         }
         let step = ChildMessage::Step { step: "runsc".to_owned(), elapsed_ns: elapsed_ns(began) };
         let _ = link::say(self.link.as_fd(), &step);
@@ -167,8 +168,11 @@ impl Plan<'_> {
 
     fn spawn(&self) -> Result<Pid, Failure> {
         const STEP: &str = "run runsc";
-        let log =
-            File::options().create(true).append(true).open("/log").map_err(failed_io("open runsc's log"))?;
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(Path::new("/").join(LOG))
+            .map_err(failed_io("open runsc's log"))?;
         let join: Vec<i32> = self.join.iter().map(AsRawFd::as_raw_fd).collect();
         let mut command = Command::new(format!("/{RUNSC}"));
         command
@@ -211,15 +215,6 @@ impl Plan<'_> {
             .ok()
             .and_then(Pid::from_raw)
             .ok_or(Failure { step: STEP.to_owned(), errno: Errno::INVAL })
-    }
-
-    /// Returns the end of what runsc printed.
-    fn complaint(&self) -> String {
-        let mut text = String::new();
-        if let Ok(file) = File::open("/log") {
-            let _ = file.take(COMPLAINT_MAX_BYTES).read_to_string(&mut text);
-        }
-        text.split_whitespace().collect::<Vec<_>>().join(" ")
     }
 }
 

@@ -41,6 +41,12 @@ pub(crate) const PLACE: &str = "/.cloister";
 /// The directory of the listener, below the sandbox's and below [`PLACE`].
 const LINK: &str = "link";
 const SOCKET: &str = "guest.sock";
+/// What runsc and the guest agent print, in the keeper's root.
+const LOG: &str = "log";
+/// What of it is passed on.
+const COMPLAINT_MAX_BYTES: usize = 600;
+/// The keeper's root, below the sandbox's directory.
+const STATE: &str = "state";
 /// Bytes for runsc's state, its bundle and its log.
 const STATE_BYTES: &str = "8388608";
 
@@ -49,6 +55,11 @@ pub(super) struct Gvisor<'a> {
     pub(super) runsc: &'a Path,
     pub(super) memory_bytes: u64,
     pub(super) pids: u32,
+}
+
+/// Returns where the keeper's root lies, as the shim sees it.
+pub(crate) fn state_dir(sandbox_dir: &Path) -> PathBuf {
+    sandbox_dir.join(STATE)
 }
 
 /// Returns where the guest agent of a gVisor sandbox listens, as seen from the host.
@@ -85,7 +96,7 @@ pub(super) fn start(
     timer: &mut StepTimer,
 ) -> Result<ChildProcess, BuildError> {
     let link_dir = make_link_directory(config)?;
-    let state = config.sandbox_dir.join("state");
+    let state = state_dir(&config.sandbox_dir);
     mount_state(&state)?;
     bundle::write(gvisor, config, &state)?;
     let executable = std::fs::read_link("/proc/self/exe").step_at("find own executable", "/proc/self/exe")?;
@@ -109,6 +120,13 @@ pub(super) fn start(
         memory_bytes: gvisor.memory_bytes,
     };
     process::start_keeper(plan, link, timer)
+}
+
+/// Returns the end of what runsc and the guest agent printed, on one line; `state` is the keeper's root.
+pub(crate) fn complaint(state: &Path) -> String {
+    let bytes = std::fs::read(state.join(LOG)).unwrap_or_default();
+    let tail = &bytes[bytes.len().saturating_sub(COMPLAINT_MAX_BYTES)..];
+    String::from_utf8_lossy(tail).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Makes the directory of the guest agent's listener, which only the agent's own user may enter.
