@@ -26,6 +26,16 @@ check:
     cargo clippy --quiet --workspace --all-targets -- -D warnings
     cargo xtask tidy
 
+# Build the newest gVisor that is known to work and put it beside the built `cloister`, which offers it when it is started again.
+gvisor:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    . scripts/gvisor.sh
+    ensure_runsc
+    for profile in debug release; do
+        place_runsc "$RUNSC" "${CARGO_TARGET_DIR:-target}/$profile"
+    done
+
 # Measure a running Cloister beside bubblewrap and crun or runc; `--write` puts the table into bench/results.md.
 bench *arguments:
     cargo run --quiet --release --package cloister-bench -- {{arguments}}

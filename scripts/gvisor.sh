@@ -77,3 +77,12 @@ ensure_debian_runsc() {
         dpkg-deb --extract "$directory"/runsc_*.deb "$directory" &&
         rm --recursive --force "$directory"/{lists,cache,runsc_*.deb}
 }
+
+# Puts a runsc beside the `cloister` of a build, where a host agent looks first.
+place_runsc() {
+    [[ -d $2 ]] || return 0
+    cmp --quiet "$1" "$2/runsc" && return
+    # A new file: sandboxes may be running from the one before.
+    install --mode=0755 "$1" "$2/runsc.new" && mv "$2/runsc.new" "$2/runsc"
+    echo "$("$2/runsc" --version | head --lines=1) is at $2/runsc"
+}

@@ -130,7 +130,7 @@ CREATE TABLE public.sessions (
     updated_at timestamp with time zone DEFAULT public.cloister_now() NOT NULL,
     expires_at timestamp with time zone,
     deadline_at timestamp with time zone,
-    CONSTRAINT sessions_backend_check CHECK ((backend = ANY (ARRAY['sim'::text, 'namespace'::text]))),
+    CONSTRAINT sessions_backend_check CHECK ((backend = ANY (ARRAY['sim'::text, 'namespace'::text, 'gvisor'::text]))),
     CONSTRAINT sessions_cpu_millis_check CHECK ((cpu_millis > 0)),
     CONSTRAINT sessions_disk_bytes_check CHECK ((disk_bytes > 0)),
     CONSTRAINT sessions_isolation_check CHECK ((isolation = ANY (ARRAY['none'::text, 'emulated'::text, 'container'::text, 'gvisor'::text, 'microvm'::text]))),
@@ -140,7 +140,7 @@ CREATE TABLE public.sessions (
     CONSTRAINT sessions_placed_check CHECK (((state = ANY (ARRAY['pending'::text, 'queued'::text, 'failed'::text, 'deleting'::text, 'deleted'::text])) OR ((host_id IS NOT NULL) AND (sandbox_id IS NOT NULL) AND (backend IS NOT NULL)))),
     CONSTRAINT sessions_queue_check CHECK (((state = 'queued'::text) = (queue_seq IS NOT NULL))),
     CONSTRAINT sessions_reason_check CHECK ((reason = ANY (ARRAY['requested'::text, 'no_capacity'::text, 'no_host'::text, 'start_failed'::text, 'deadline_exceeded'::text, 'out_of_memory'::text, 'sandbox_gone'::text, 'host_restarted'::text, 'host_rebooted'::text, 'host_unreachable'::text, 'expired'::text, 'host_stopped'::text, 'layer_missing'::text, 'disk_error'::text]))),
-    CONSTRAINT sessions_requested_backend_check CHECK ((requested_backend = ANY (ARRAY['sim'::text, 'namespace'::text]))),
+    CONSTRAINT sessions_requested_backend_check CHECK ((requested_backend = ANY (ARRAY['sim'::text, 'namespace'::text, 'gvisor'::text]))),
     CONSTRAINT sessions_state_check CHECK ((state = ANY (ARRAY['pending'::text, 'queued'::text, 'starting'::text, 'active'::text, 'pausing'::text, 'paused'::text, 'resuming'::text, 'host_lost'::text, 'failed'::text, 'deleting'::text, 'deleted'::text])))
 );
 

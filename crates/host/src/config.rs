@@ -65,8 +65,8 @@ pub const SANDBOX_BACKEND: EnvVar = EnvVar {
 /// The program that starts gVisor.
 pub const RUNSC: EnvVar = EnvVar {
     name: "CLOISTER_RUNSC",
-    doc: "Absolute path of the `runsc` that starts sandboxes on gVisor. Unset means the first in `PATH`, `/usr/local/bin` \
-          and `/usr/bin`; where there is none, `auto` goes without gVisor.",
+    doc: "Absolute path of the `runsc` that starts sandboxes on gVisor. Unset means the first \
+          beside this program, in `PATH`, `/usr/local/bin` and `/usr/bin`; where there is none, `auto` goes without gVisor.",
     default: None,
     unit: None,
     since: "0.1.0",
@@ -304,7 +304,7 @@ fn read_runsc(reader: &mut ConfigReader<'_>, backend: BackendChoice) -> Option<P
     let found = runsc::find(reader.text(&RUNSC).map(OsStr::new));
     if found.is_none() && backend == BackendChoice::Only(BackendKind::Gvisor) {
         reader.problem(format!(
-            "`{}` is `gvisor` and there is no `runsc` in `PATH`: `just gvisor` builds one, `{}` names one elsewhere",
+            "`{}` is `gvisor` and there is no `runsc` beside this program or in `PATH`: `just gvisor` builds one, `{}` names one elsewhere",
             SANDBOX_BACKEND.name, RUNSC.name
         ));
     }

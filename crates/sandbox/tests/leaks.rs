@@ -378,16 +378,20 @@ async fn a_create_that_is_given_up_or_fails_leaves_nothing() {
 async fn the_probe_proves_the_backend_and_leaves_only_its_record() {
     let Some(host) = Host::new().await else { return };
     let backend = open(&host.config);
-    let capabilities = backend.probe().await;
+    let capabilities = backend.probe(BackendKind::Namespace).await;
     let first = capabilities.first().expect("the backend itself");
     assert_eq!(first.name, "backend.namespace");
     assert!(first.is_ok(), "{capabilities:#?}");
     for name in ["cgroup.memory", "cgroup.cpu", "cgroup.pids", "landlock", "seccomp"] {
         assert!(capabilities.iter().any(|one| one.name == name && one.is_ok()), "{name}: {capabilities:#?}");
     }
-    assert_eq!(open(&host.config).probe().await, capabilities, "the outcome is not kept");
+    assert_eq!(
+        open(&host.config).probe(BackendKind::Namespace).await,
+        capabilities,
+        "the outcome is not kept"
+    );
     let mut expected = host.before.clone();
-    expected.files.insert(host.config.paths.data_dir.join("probe.json"));
+    expected.files.insert(host.config.paths.data_dir.join("probe-namespace.json"));
     // The probe's layer has a size of its own.
     expected.files.extend(
         host.sweep.look().files.into_iter().filter(|path| path.to_string_lossy().contains("/templates/")),

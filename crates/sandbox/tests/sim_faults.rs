@@ -138,12 +138,12 @@ async fn stop_remove_and_probe_fail_when_told_to() {
         .set_faults(|faults| (faults.fail_stop, faults.fail_remove, faults.fail_probe) = (true, true, true));
     assert!(one.stop(Duration::ZERO).await.is_err());
     assert!(backend.remove(&one.spec().session_id).await.is_err());
-    let probe = backend.probe().await;
+    let probe = backend.probe(BackendKind::Sim).await;
     assert!(!probe[0].is_ok() && !probe[0].remedy.is_empty());
     machine.set_faults(|faults| {
         (faults.fail_stop, faults.fail_remove, faults.fail_probe) = (false, false, false)
     });
     one.stop(Duration::ZERO).await.expect("stop");
     backend.remove(&one.spec().session_id).await.expect("remove");
-    assert!(backend.probe().await[0].is_ok());
+    assert!(backend.probe(BackendKind::Sim).await[0].is_ok());
 }
