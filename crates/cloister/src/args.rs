@@ -32,7 +32,7 @@ pub(crate) struct SandboxArgs {
     /// Size of the writable layer, for example `1G`
     #[arg(long, value_name = "SIZE", value_parser = limit::<ByteCount>)]
     pub(crate) disk: Option<ByteCount>,
-    /// Backend: `auto`, `namespace` or `sim`
+    /// Backend: `auto`, `gvisor`, `namespace` or `sim`
     #[arg(long, value_name = "BACKEND")]
     pub(crate) backend: Option<String>,
     /// Weakest isolation to accept: `none`, `emulated`, `container`, `gvisor` or `microvm`. Not given it is `container`,

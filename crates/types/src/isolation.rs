@@ -163,6 +163,7 @@ mod tests {
     fn a_session_that_sets_no_floor_gets_a_container_unless_it_names_less() {
         assert_eq!(Isolation::default_floor(None), Isolation::Container);
         assert_eq!(Isolation::default_floor(Some(BackendKind::Namespace)), Isolation::Container);
+        assert_eq!(Isolation::default_floor(Some(BackendKind::Gvisor)), Isolation::Container);
         assert_eq!(Isolation::default_floor(Some(BackendKind::Sim)), Isolation::None);
     }
 
@@ -175,6 +176,6 @@ mod tests {
             assert_eq!(kind.as_str().parse(), Ok(kind));
         }
         let error = "docker".parse::<BackendKind>().expect_err("no such backend");
-        assert_eq!(error.to_string(), "`docker` is not one of `sim`, `namespace`");
+        assert_eq!(error.to_string(), "`docker` is not one of `sim`, `namespace`, `gvisor`");
     }
 }

@@ -71,7 +71,7 @@ pub(crate) struct UpOptions {
     pub(crate) layout: Layout,
     /// Where the API listens.
     pub(crate) listen: SocketAddr,
-    /// `auto`, `namespace` or `sim`.
+    /// `auto`, `gvisor`, `namespace` or `sim`.
     pub(crate) backend: String,
     /// Name of the client context to write.
     pub(crate) context: String,

@@ -48,7 +48,7 @@ use crate::harden::{self, AgentConfig, HardenError};
 
 use self::exec::RunningExec;
 use self::reaper::Reaper;
-pub use self::sentry::run_on_sentry;
+pub use self::sentry::{harden_on_sentry, run_on_sentry};
 
 /// Why the agent could not begin to serve.
 #[derive(Debug, thiserror::Error)]

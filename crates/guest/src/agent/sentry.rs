@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{AgentError, Hardening, run};
 use crate::harden::{self, AgentConfig, CONFIG_FD};
+use crate::shim::config::Defence;
 
 /// Where the sentry shows its own control groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
@@ -31,13 +32,21 @@ pub(crate) struct SentryConfig {
     pub(crate) pids: u32,
 }
 
-/// Prepares what the builder of a `namespace` sandbox leaves, hardens this process and serves until a stop. Returns only on
-/// an error.
+/// Serves as pid 1 of a gVisor sandbox until a stop. Returns only on an error.
 ///
 /// # Errors
 ///
 /// [`AgentError`]: nothing was accepted, and the process must exit.
 pub fn run_on_sentry(path: &Path) -> Result<std::convert::Infallible, AgentError> {
+    run(harden_on_sentry(path)?, Hardening::Full)
+}
+
+/// Prepares what the builder of a `namespace` sandbox leaves, and hardens this process.
+///
+/// # Errors
+///
+/// [`AgentError`]: the process must exit.
+pub fn harden_on_sentry(path: &Path) -> Result<AgentConfig, AgentError> {
     let bytes = fs::read(path).map_err(AgentError::start("read the configuration"))?;
     let config: SentryConfig = serde_json::from_slice(&bytes)
         .map_err(std::io::Error::from)
@@ -45,9 +54,11 @@ pub fn run_on_sentry(path: &Path) -> Result<std::convert::Infallible, AgentError
     let mut agent = config.agent;
     harden::check_defences_off(&agent.defences_off)
         .map_err(|errno| AgentError::start("leave defences off")(errno.into()))?;
-    let (join, counts) = limit_processes(config.pids).map_err(AgentError::start("limit processes"))?;
-    agent.work_join_fds = vec![join];
-    agent.process_count_fds = Some(counts);
+    if !agent.defences_off.contains(&Defence::PidsCgroup) {
+        let (join, counts) = limit_processes(config.pids).map_err(AgentError::start("limit processes"))?;
+        agent.work_join_fds = vec![join];
+        agent.process_count_fds = Some(counts);
+    }
     make_run_lock().map_err(AgentError::start("make `/run/lock`"))?;
     cover_control_groups().map_err(|errno| AgentError::start("cover control groups")(errno.into()))?;
     harden::become_agent_user()?;
@@ -55,7 +66,7 @@ pub fn run_on_sentry(path: &Path) -> Result<std::convert::Infallible, AgentError
     agent.listener_fd = listen(&config.socket).map_err(AgentError::start("listen"))?;
     harden::pid1_apply(&agent)?;
     harden::prepare_exec(&agent, 0, 0, &[])?;
-    run(agent, Hardening::Full)
+    Ok(agent)
 }
 
 fn make_run_lock() -> std::io::Result<()> {

@@ -97,6 +97,9 @@ pub fn build_and_start(config: &ShimConfig) -> Result<StartedSandbox, BuildError
     let result = build(config, &mount_points, &guest_socket, &mut timer);
     if result.is_err() {
         mount_points.clear();
+        if config.kernel != KernelConfig::Host {
+            gvisor::clear(&config.sandbox_dir);
+        }
         // Its absence is what was wanted.
         let _ = unlinkat(CWD, &guest_socket, rustix::fs::AtFlags::empty());
     }

@@ -31,17 +31,17 @@ pub fn isolation_facts(config: &AgentConfig) -> Result<Vec<(String, String)>, Ha
         ("hostname".to_owned(), name.nodename().to_string_lossy().into_owned()),
         ("guest_agent_pid".to_owned(), std::process::id().to_string()),
     ];
-    if config.kernel == GuestKernel::Gvisor {
-        // Its namespaces and maps are the sentry's own invention; what holds is read from outside.
-        return Ok(facts);
-    }
-    for namespace in NAMESPACES {
-        let link = fs::read_link(format!("/proc/self/ns/{namespace}"))
-            .map_err(|error| HardenError::new(STEP, error))?;
-        facts.push((format!("namespace.{namespace}"), inode(&link.to_string_lossy())));
-    }
-    for map in ["uid_map", "gid_map"] {
-        facts.push((map.to_owned(), words(&read(format!("/proc/self/{map}"))?)));
+    let is_host = config.kernel == GuestKernel::Host;
+    // On gVisor namespaces and maps are the sentry's own invention; what holds is read from outside.
+    if is_host {
+        for namespace in NAMESPACES {
+            let link = fs::read_link(format!("/proc/self/ns/{namespace}"))
+                .map_err(|error| HardenError::new(STEP, error))?;
+            facts.push((format!("namespace.{namespace}"), inode(&link.to_string_lossy())));
+        }
+        for map in ["uid_map", "gid_map"] {
+            facts.push((map.to_owned(), words(&read(format!("/proc/self/{map}"))?)));
+        }
     }
     let status = read("/proc/self/status".to_owned())?;
     for (line, fact) in STATUS_LINES {
@@ -49,6 +49,9 @@ pub fn isolation_facts(config: &AgentConfig) -> Result<Vec<(String, String)>, Ha
         if let Some(value) = value {
             facts.push(((*fact).to_owned(), value.trim().to_owned()));
         }
+    }
+    if !is_host {
+        return Ok(facts);
     }
     let abi = if config.is_off(Defence::Landlock) {
         "off".to_owned()

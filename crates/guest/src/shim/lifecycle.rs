@@ -270,6 +270,7 @@ async fn prepare(
     let mut facts = facts;
     if config.kernel != KernelConfig::Host {
         facts.extend(gvisor::sentry_facts(started.pid, &state));
+        gvisor::spare_pid_1(started.pid, &state);
     }
     POINTS.reach("shim_before_bind");
     let listener = bind(&config).map_err(|error| StartError::new("bind the socket", &error))?;

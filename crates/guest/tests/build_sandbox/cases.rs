@@ -161,7 +161,7 @@ fn system_directories_are_read_only() {
     );
 }
 
-fn etc_is_synthesised() {
+pub(crate) fn etc_is_synthesised() {
     let sandbox = Sandbox::start();
     assert_eq!(sandbox.shell("id"), "uid=0(root) gid=0(root) groups=0(root)");
     assert_eq!(sandbox.shell_as(1000, "id -un; echo ~user").1, "user\n/home/user");
@@ -177,7 +177,7 @@ fn etc_is_synthesised() {
     sandbox.shell("git config --system a.b c 2>/dev/null || [ ! -e /usr/bin/git ]");
 }
 
-fn writable_places_can_be_written_by_root_and_user() {
+pub(crate) fn writable_places_can_be_written_by_root_and_user() {
     let sandbox = Sandbox::start();
     for place in [
         "/home/x",
@@ -240,7 +240,7 @@ fn mount_tree_cannot_be_changed() {
 }
 
 /// Refused calls, by name and arguments that would not crash were they allowed.
-const REFUSED: &[(&str, libc::c_long, &str)] = &[
+pub(crate) const REFUSED: &[(&str, libc::c_long, &str)] = &[
     ("bpf", libc::SYS_bpf, "0 0 0"),
     ("keyctl", libc::SYS_keyctl, "0 -3 1"),
     ("add_key", libc::SYS_add_key, "0 0 0 0 0"),
@@ -292,7 +292,7 @@ fn exotic_sockets_fail() {
     assert_eq!(socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_ROUTE), "ok");
 }
 
-fn setuid_bits_and_devices_have_no_effect() {
+pub(crate) fn setuid_bits_and_devices_have_no_effect() {
     let sandbox = Sandbox::start();
     sandbox.shell("cp /usr/bin/id /workspace/id && chmod 4755 /workspace/id && chmod 755 /workspace");
     assert_eq!(sandbox.shell_as(1000, "/workspace/id -u"), (0, "1000".to_owned()));
@@ -309,7 +309,7 @@ fn host_processes_are_invisible() {
     assert!(output.contains("No such process"), "{output}");
 }
 
-fn pid_1_cannot_be_touched() {
+pub(crate) fn pid_1_cannot_be_touched() {
     let sandbox = Sandbox::start();
     assert_eq!(sandbox.attack("trace", "1"), "EPERM");
     for file in ["mem", "maps", "environ", "root/etc/passwd", "fd/101"] {
@@ -335,7 +335,7 @@ fn pid_1_cannot_be_touched() {
     assert_eq!(sandbox.shell("echo alive"), "alive");
 }
 
-fn one_exec_ends_what_another_started() {
+pub(crate) fn one_exec_ends_what_another_started() {
     let sandbox = Sandbox::start();
     let left = "sleep 1000 >/dev/null 2>&1 </dev/null & echo $!";
     let [roots, users] = [0, 1000].map(|uid| sandbox.shell_as(uid, left).1);
@@ -382,7 +382,7 @@ fn disk_limit_of_tmpfs_is_enospc() {
 }
 
 /// An ext4 image of `mib`, or `None` without the tool that makes one.
-fn image(directory: &Path, mib: u64) -> Option<PathBuf> {
+pub(crate) fn image(directory: &Path, mib: u64) -> Option<PathBuf> {
     let path = directory.join("layer.img");
     fs::File::create(&path).unwrap().set_len(mib << 20).unwrap();
     let made = Command::new("mkfs.ext4").args(["-q", "-F", "-m", "0"]).arg(&path).status();
@@ -393,7 +393,7 @@ fn image(directory: &Path, mib: u64) -> Option<PathBuf> {
     None
 }
 
-fn disk_limit_of_image_is_enospc() {
+pub(crate) fn disk_limit_of_image_is_enospc() {
     let directory = tempfile::tempdir().unwrap();
     let Some(image) = image(directory.path(), 32) else { return };
     let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Loop { image });
@@ -403,7 +403,7 @@ fn disk_limit_of_image_is_enospc() {
     assert_eq!(sandbox.shell("rm /workspace/big; echo again > /workspace/f; cat /workspace/f"), "again");
 }
 
-fn layer_survives_the_sandbox() {
+pub(crate) fn layer_survives_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
     let Some(image) = image(directory.path(), 32) else { return };
     let disk = DiskConfig::Loop { image };
@@ -428,7 +428,7 @@ fn layer_survives_the_sandbox() {
     shim.wait().unwrap();
 }
 
-fn links_planted_in_the_layer_are_not_followed() {
+pub(crate) fn links_planted_in_the_layer_are_not_followed() {
     let layer = tempfile::tempdir().unwrap();
     let outside = tempfile::tempdir().unwrap();
     fs::create_dir(outside.path().join("certs")).unwrap();
@@ -464,7 +464,7 @@ fn run_on_layer(layer: &Path, id_base: u32, hostname: &str, script: &str) -> Str
     output
 }
 
-fn a_layer_takes_the_name_it_is_resumed_under() {
+pub(crate) fn a_layer_takes_the_name_it_is_resumed_under() {
     let layer = tempfile::tempdir().unwrap();
     let own = tempfile::tempdir().unwrap();
     let id_base = crate::sandbox::config(own.path()).id_base;
@@ -478,7 +478,7 @@ fn a_layer_takes_the_name_it_is_resumed_under() {
     assert_eq!(run("second", kept), "own\n1", "what was changed inside stays, under the same name");
 }
 
-fn a_new_name_is_not_written_through_what_a_guest_planted() {
+pub(crate) fn a_new_name_is_not_written_through_what_a_guest_planted() {
     let layer = tempfile::tempdir().unwrap();
     let own = tempfile::tempdir().unwrap();
     let id_base = crate::sandbox::config(own.path()).id_base;
@@ -512,7 +512,7 @@ fn wait_for_death(pid: i32) {
 }
 
 /// Loop devices that an image below `directory` is attached to.
-fn attached(directory: &Path) -> Vec<String> {
+pub(crate) fn attached(directory: &Path) -> Vec<String> {
     let mut found = Vec::new();
     for device in fs::read_dir("/sys/block").unwrap().map(Result::unwrap) {
         let file = device.path().join("loop/backing_file");
@@ -524,7 +524,7 @@ fn attached(directory: &Path) -> Vec<String> {
     found
 }
 
-fn processes_of(id_base: u32) -> Vec<String> {
+pub(crate) fn processes_of(id_base: u32) -> Vec<String> {
     let range = id_base..id_base + 65_536;
     fs::read_dir("/proc")
         .unwrap()
@@ -543,7 +543,7 @@ fn processes_of(id_base: u32) -> Vec<String> {
         .collect()
 }
 
-fn nothing_is_left_after_shim_is_killed() {
+pub(crate) fn nothing_is_left_after_shim_is_killed() {
     let directory = tempfile::tempdir().unwrap();
     let Some(image) = image(directory.path(), 32) else { return };
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
@@ -658,7 +658,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("openssl", "openssl rand -hex 4 >/dev/null && echo works"),
 ];
 
-fn common_programs_work() {
+pub(crate) fn common_programs_work() {
     let sandbox = Sandbox::start_with(|config| config.disk = DiskConfig::Tmpfs { bytes: 512 << 20 });
     let mut broken = Vec::new();
     for (name, script) in PROGRAMS {

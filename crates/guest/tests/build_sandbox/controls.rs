@@ -322,7 +322,13 @@ const CONTROLS: &[Control] = &[
 
 /// Runs every control of a defence.
 pub(crate) fn prove(defence: Defence) {
-    for control in CONTROLS.iter().filter(|control| control.defence == defence) {
+    prove_all(CONTROLS.iter().filter(|control| control.defence == defence));
+}
+
+/// Runs experiments, one after the other.
+pub(crate) fn prove_all<'a>(controls: impl IntoIterator<Item = &'a Control>) {
+    for control in controls {
+        let defence = control.defence;
         let contained = (control.run)(&[]);
         assert_ne!(contained, SUCCEEDED, "{} with every defence", control.attack);
         let mut off = control.others.to_vec();
@@ -445,7 +451,12 @@ fn limited(off: &[Defence], limit: Limit, run: impl FnOnce(&Sandbox, &Cgroup) ->
 }
 
 fn hog_memory(off: &[Defence], mib: &str) -> String {
-    limited(off, Limit::MemoryBytes(32 << 20), |sandbox, cgroup| {
+    hog_memory_of(off, 32 << 20, mib)
+}
+
+/// Takes memory where `bytes` are allowed.
+pub(crate) fn hog_memory_of(off: &[Defence], bytes: u64, mib: &str) -> String {
+    limited(off, Limit::MemoryBytes(bytes), |sandbox, cgroup| {
         let before = cgroup.oom_kills();
         let outcome = sandbox.attack("hog_memory", mib);
         if cgroup.oom_kills() == before { outcome } else { format!("killed for want of memory {outcome}") }
@@ -456,7 +467,7 @@ fn fork_bomb(off: &[Defence], count: &str) -> String {
     limited(off, Limit::Processes(20), |sandbox, _| sandbox.attack("fork", count))
 }
 
-fn fill_disk(off: &[Defence], mib: &str) -> String {
+pub(crate) fn fill_disk(off: &[Defence], mib: &str) -> String {
     let sandbox = Sandbox::start_with(|config| {
         config.disk = DiskConfig::Tmpfs { bytes: 8 << 20 };
         config.defences_off = off.to_vec();

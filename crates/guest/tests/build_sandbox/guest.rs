@@ -5,8 +5,10 @@ use std::ffi::CString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::process::ExitCode;
 
+use cloister_guest::agent::harden_on_sentry;
 use cloister_guest::harden::{
     AgentConfig, apply_exec, isolation_facts, load_agent_config, pid1_apply, prepare_exec,
 };
@@ -29,11 +31,17 @@ pub(crate) struct Answer {
     pub(crate) output: String,
 }
 
-pub(crate) fn run_agent() -> ExitCode {
-    let config = load_agent_config().expect("load agent config");
+/// Serves as pid 1, on gVisor with a file for its configuration.
+pub(crate) fn run_agent(file: Option<&Path>) -> ExitCode {
+    let config = match file {
+        None => load_agent_config().expect("load agent config"),
+        Some(file) => harden_on_sentry(file).expect("harden pid 1"),
+    };
     // SAFETY: the builder left the listener at this number, and nothing else has taken it.
     let listener = unsafe { OwnedFd::from_raw_fd(config.listener_fd) };
-    pid1_apply(&config).expect("harden pid 1");
+    if file.is_none() {
+        pid1_apply(&config).expect("harden pid 1");
+    }
     let listener = UnixListener::from(listener);
     for stream in listener.incoming() {
         serve(&config, stream.expect("accept")).expect("serve");

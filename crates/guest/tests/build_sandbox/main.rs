@@ -1,5 +1,5 @@
 //! Builds real sandboxes and attacks them from inside. Proves the containment that `docs/reference/backends.md` claims for
-//! the `namespace` backend: what root inside cannot do, that each defence is what stops its attack (the control leaves it
+//! the `namespace` backend, and [`gvisor`] for that one: what root inside cannot do, that each defence is what stops its attack (the control leaves it
 //! off), and that nothing is left after kill -9.
 //!
 //! The builder must be called by a process with one thread, and pid 1 is the same executable in mode `agent`; so this
@@ -14,6 +14,7 @@ mod cases;
 mod cgroup;
 mod controls;
 mod guest;
+mod gvisor;
 #[allow(dead_code, unreachable_pub, reason = "made for the tests of the shim; its control uses a part")]
 #[path = "../shim/peer.rs"]
 mod peer;
@@ -21,13 +22,14 @@ mod sandbox;
 mod shim_controls;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.first().map(String::as_str) {
         Some("shim") => sandbox::run_shim(&arguments[1]),
-        Some("agent") => guest::run_agent(),
+        Some("agent") => guest::run_agent(arguments.get(2).map(Path::new)),
         _ => run_tests(&arguments),
     }
 }
@@ -37,7 +39,7 @@ fn run_tests(arguments: &[String]) -> ExitCode {
     let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let filters: Vec<&String> =
         arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "terse").collect();
-    let selected = cases::ALL.iter().filter(|(name, _)| {
+    let selected = cases::ALL.iter().chain(gvisor::ALL).filter(|(name, _)| {
         filters.is_empty()
             || filters.iter().any(|filter| {
                 if has("--exact") { *name == filter.as_str() } else { name.contains(filter.as_str()) }

@@ -1,5 +1,6 @@
 //! One sandbox of a test: its directory, its shim process, and asking its pid 1.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,11 +10,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use cloister_guest::build::build_and_start;
-use cloister_guest::shim::config::{CgroupConfig, Defence, DiskConfig, KernelConfig, RootConfig, ShimConfig};
+use cloister_guest::shim::config::{CgroupConfig, Defence, DiskConfig, RootConfig, ShimConfig};
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
 use crate::guest::{Answer, Request};
+use crate::gvisor;
 
 /// The one line that the test's shim prints.
 #[derive(Debug, Serialize, Deserialize)]
@@ -71,7 +73,7 @@ pub(crate) fn config(directory: &Path) -> ShimConfig {
     let own = std::process::id() % 4096;
     let id_base = 1_000_000 + 65_536 * (own + 4096 * (NEXT.fetch_add(1, Ordering::Relaxed) % 15));
     ShimConfig {
-        kernel: KernelConfig::Host,
+        kernel: gvisor::kernel(),
         sandbox_id: "sbx_test".to_owned(),
         hostname: "inside".to_owned(),
         sandbox_dir: directory.to_owned(),
@@ -144,14 +146,30 @@ impl Sandbox {
     }
 
     fn ask(&self, request: &Request) -> Answer {
-        let mut stream = UnixStream::connect(&self.guest_socket).unwrap();
+        self.try_ask(request).unwrap_or_else(|| panic!("pid 1 ended at {request:?}"))
+    }
+
+    /// `None` when the sandbox has ended meanwhile.
+    fn try_ask(&self, request: &Request) -> Option<Answer> {
+        let connected = OnceCell::new();
+        // On gVisor the agent has yet to make its socket.
+        wait_until("the guest agent's socket", || {
+            let stream = UnixStream::connect(&self.guest_socket).map_err(|error| error.to_string())?;
+            connected.set(stream).map_err(|_| "twice".to_owned())
+        });
+        let mut stream = connected.into_inner().unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let mut line = serde_json::to_string(request).unwrap();
         line.push('\n');
         stream.write_all(line.as_bytes()).unwrap();
         let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: `{answer}` to {request:?}"))
+        if stream.read_to_string(&mut answer).is_err() || answer.is_empty() {
+            return None;
+        }
+        Some(
+            serde_json::from_str(&answer)
+                .unwrap_or_else(|error| panic!("{error}: `{answer}` to {request:?}")),
+        )
     }
 
     /// Facts by name, as pid 1 reads them.
@@ -171,7 +189,7 @@ impl Sandbox {
 
     pub(crate) fn attack_as(&self, uid: u32, name: &str, argument: &str) -> String {
         let request = Request::Attack { name: name.to_owned(), argument: argument.to_owned(), uid };
-        let answer = self.ask(&request);
+        let Some(answer) = self.try_ask(&request) else { return "the sandbox ended".to_owned() };
         // An attack that says nothing was killed.
         if answer.output.is_empty() {
             format!("signal {}", answer.code - 128)

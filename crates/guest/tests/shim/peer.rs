@@ -112,10 +112,27 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // The guest agent dies with it.
+        // The guest agent dies with it, and without a process namespace the programs do not.
+        let programs = descendants(self.shim.id());
         let _ = self.shim.kill();
         let _ = self.shim.wait();
+        for pid in programs {
+            let pid = rustix::process::Pid::from_raw(pid).expect("a process has a number");
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
     }
+}
+
+/// Everything that a process has started and that still runs.
+fn descendants(pid: u32) -> Vec<i32> {
+    let mut found = vec![i32::try_from(pid).unwrap()];
+    let mut next = 0;
+    while let Some(parent) = found.get(next).copied() {
+        next += 1;
+        let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
+        found.extend(children.unwrap_or_default().split_whitespace().map(|pid| pid.parse::<i32>().unwrap()));
+    }
+    found.split_off(1)
 }
 
 /// Reads to the end; checks that nothing is missing or doubled.

@@ -287,17 +287,16 @@ fn lock_holder(path: &Path) -> io::Result<Option<Pid>> {
         Err(error) => return Err(error),
     };
     let locks = fs::read_to_string("/proc/locks")?;
-    let holder = locks.lines().find_map(|line| {
+    let mut holders = locks.lines().filter_map(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let is_it = words.get(1) == Some(&"FLOCK") && words.get(5)?.rsplit(':').next() == Some(&inode);
         is_it.then(|| words.get(4)?.parse().ok()).flatten().and_then(Pid::from_raw)
     });
-    // Inode numbers are a filesystem's own: the holder must also be a shim with the file open.
-    let Some(holder) = holder else { return Ok(None) };
-    let fds = fs::read_dir(format!("/proc/{}/fd", holder.as_raw_nonzero()));
-    let has_it =
-        fds.into_iter().flatten().flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == path));
-    Ok(has_it.then_some(holder))
+    // Inode numbers are a filesystem's own, and several may have this one: the holder also has the file open.
+    Ok(holders.find(|holder| {
+        let fds = fs::read_dir(format!("/proc/{}/fd", holder.as_raw_nonzero()));
+        fds.into_iter().flatten().flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == path))
+    }))
 }
 
 #[cfg(test)]

@@ -92,7 +92,7 @@ fn spec(config: &ShimConfig) -> Value {
         "hostname": config.hostname,
         "mounts": [
             made("/proc", "proc", &["nosuid", "nodev", "noexec"]),
-            made("/dev", "tmpfs", &["nosuid", "mode=755", "size=65536k"]),
+            made("/dev", "tmpfs", &["ro", "nosuid", "mode=755", "size=65536k"]),
             made("/dev/pts", "devpts", &["nosuid", "noexec"]),
             made("/dev/shm", "tmpfs", &["nosuid", "nodev", "mode=1777", SHM_SIZE]),
             made("/run", "tmpfs", &["nosuid", "nodev", "mode=755", RUN_SIZE]),

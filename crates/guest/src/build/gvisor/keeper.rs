@@ -167,7 +167,7 @@ impl Plan<'_> {
     }
 
     fn spawn(&self) -> Result<Pid, Failure> {
-        const STEP: &str = "run runsc";
+        const STEP: &str = "run runsc, a static program";
         let log = File::options()
             .create(true)
             .append(true)

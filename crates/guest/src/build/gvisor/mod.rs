@@ -27,8 +27,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags, chmod, chown, fstat, open, openat};
 use rustix::io::Errno;
+use rustix::mount::{UnmountFlags, unmount};
 
-pub(crate) use self::facts::sentry_facts;
+pub(crate) use self::facts::{sentry_facts, spare_pid_1};
 use super::error::{BuildError, StepContext};
 use super::mounts::{self, WRITABLE};
 use super::process::{self, ChildProcess};
@@ -127,6 +128,14 @@ pub(crate) fn complaint(state: &Path) -> String {
     let bytes = std::fs::read(state.join(LOG)).unwrap_or_default();
     let tail = &bytes[bytes.len().saturating_sub(COMPLAINT_MAX_BYTES)..];
     String::from_utf8_lossy(tail).split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Removes what an attempt that failed has made in the sandbox's directory. What cannot be removed goes with the directory.
+pub(super) fn clear(sandbox_dir: &Path) {
+    let state = state_dir(sandbox_dir);
+    let _ = unmount(&state, UnmountFlags::DETACH);
+    let _ = std::fs::remove_dir(&state);
+    let _ = std::fs::remove_dir_all(sandbox_dir.join(LINK));
 }
 
 /// Makes the directory of the guest agent's listener, which only the agent's own user may enter.
