@@ -90,6 +90,8 @@ impl Plan<'_> {
         if link::is_abandoned(self.link.as_fd()).map_err(failed("look for the shim"))? {
             return Err(Failure { step: "find the shim alive".to_owned(), errno: Errno::CHILD });
         }
+        // What a list of processes shows: it is a copy of the shim.
+        let _ = rustix::thread::set_name(c"cloister-keeper");
         for file in &self.own_join {
             rustix::io::write(file, b"0").map_err(failed("join the agent's cgroups"))?;
         }
