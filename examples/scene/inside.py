@@ -50,8 +50,12 @@ def look() -> None:
     say("kernel", f"{kernel.sysname} {kernel.release} ({kernel.machine})")
     say("hostname", kernel.nodename)
     say("user", f"uid {os.getuid()}, gid {os.getgid()}")
-    inside, outside, count = read("/proc/self/uid_map").split()[:3]
-    say("user namespace", f"{count} uids: {inside} in here is {outside} outside")
+    is_gvisor = "gvisor" in kernel.release
+    if is_gvisor:
+        say("namespaces", "the kernel in here is gVisor's; what it is in on the host is below")
+    else:
+        inside, outside, count = read("/proc/self/uid_map").split()[:3]
+        say("user namespace", f"{count} uids: {inside} in here is {outside} outside")
     status = status_fields()
     seccomp = {"0": "off", "1": "strict", "2": "filter"}[status["Seccomp"]]
     say("capabilities", f"effective {status['CapEff']}, bounding {status['CapBnd']}")
@@ -60,7 +64,7 @@ def look() -> None:
     here = {name: os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))}
     outer = dict(pair.split("=", 1) for pair in os.environ.get("OUTER_NAMESPACES", "").split() if "=" in pair)
     for name, inode in here.items():
-        if name in outer:
+        if name in outer and not is_gvisor:
             say(f"{name} namespace", f"{inode}, outside {outer[name]}: " + ("SHARED" if inode == outer[name] else "its own"))
     print("  processes, all that can be seen:")
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit())):

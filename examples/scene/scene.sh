@@ -53,16 +53,19 @@ outer_namespaces=$(
 )
 
 trap remove_session EXIT
-act "create a session: 128 MiB of memory, half a CPU, 32 processes, 64 MiB of disk" 0 "" \
-    "$cloister" session create --name "$session" --memory 128M --cpus 0.5 --pids 32 --disk 64M --ttl 10m
+act "create a session: 256 MiB of memory, half a CPU, 32 processes, 64 MiB of disk" 0 "" \
+    "$cloister" session create --name "$session" --memory 256M --cpus 0.5 --pids 32 --disk 64M --ttl 10m
 act "send the program in, through standard input" 0 "written" put_program
 act "look around" 0 "kernel" inside look
 act "what the host says about this sandbox, read inside after all hardening" 0 "$session" \
     "$cloister" session get "$session"
 act "take memory until it is killed, and be told why" 137 "out of memory" inside memory
-act "start processes until the kernel refuses" 0 "process limit reached" inside pids
 act "fill the disk" 1 "disk full" inside disk
 act "empty it again" 0 "" "$cloister" exec "$session" -- rm /workspace/big
+# gVisor does not count the forks that it refuses, so that only the program knows.
+words="process limit reached"
+[[ $("$cloister" session get "$session" --json) != *'"gvisor"'* ]] || words=refused
+act "start processes until the kernel refuses" 0 "$words" inside pids
 act "try to get out" 0 "refused" inside network
 act "and the same sandbox still works" 0 "still here" "$cloister" exec "$session" -- echo "  still here"
 act "delete the session: sandbox, layer and output go" 0 "" "$cloister" session delete "$session"

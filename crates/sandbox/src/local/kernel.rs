@@ -10,7 +10,7 @@ use crate::cgroup::GroupLimits;
 
 /// What a sentry and its gofer take beside the programs: 46 MiB of proportional set size were measured at rest, and file
 /// caches of the gofer come on top. The limit of the group is this much above the sandbox's own.
-const SENTRY_MEMORY_BYTES: u64 = 96 * 1024 * 1024;
+const SENTRY_MEMORY_BYTES: u64 = 64 * 1024 * 1024;
 /// Threads of the host that stand for one of a sandbox on gVisor at most. The sentry counts the sandbox's own; the group's
 /// limit only has to hold a sentry that has gone mad, since reaching it ends the whole sandbox.
 const HOST_TASKS_EACH: u32 = 8;

@@ -25,7 +25,12 @@ const EXIT_NOT_STARTED: i32 = 98;
 const RUNSC: &str = "runsc";
 /// How readily the kernel kills the sentry's stubs, whose memory is the programs': well before the sentry, with which
 /// the whole sandbox would go.
-const STUB_OOM_SCORE_ADJ: &str = "950";
+const STUB_OOM_SCORE_ADJ: &str = "1000";
+/// The same of sentry and gofer. The programs' memory counts for the sentry as well, once it has looked at it, so that
+/// nothing at all would be too little; much less would spare a sandbox when the whole machine runs out.
+const SPARED_OOM_SCORE_ADJ: &str = "-100";
+/// The same where lowering it is not permitted (CAP_SYS_RESOURCE).
+const USUAL_OOM_SCORE_ADJ: &str = "0";
 
 /// Everything the keeper uses.
 pub(in super::super) struct Plan<'a> {
@@ -226,7 +231,9 @@ impl Plan<'_> {
 fn spare_own_children() -> std::io::Result<()> {
     let children = std::fs::read_to_string("/proc/1/task/1/children")?;
     for process in children.split_whitespace().chain(["self"]) {
-        std::fs::write(format!("/proc/{process}/oom_score_adj"), "0")?;
+        let file = format!("/proc/{process}/oom_score_adj");
+        std::fs::write(&file, SPARED_OOM_SCORE_ADJ)
+            .or_else(|_| std::fs::write(&file, USUAL_OOM_SCORE_ADJ))?;
     }
     Ok(())
 }
