@@ -78,6 +78,14 @@ pub(crate) struct Made {
 /// A connection to the Cloister under test.
 pub(crate) struct Cloister {
     connection: Connection,
+    /// How its sandboxes are isolated.
+    backend: &'static str,
+}
+
+/// The gVisor that a host uses.
+pub(crate) struct Runsc {
+    pub(crate) version: String,
+    pub(crate) path: PathBuf,
 }
 
 impl Cloister {
@@ -86,9 +94,30 @@ impl Cloister {
     /// # Errors
     ///
     /// When nothing answers.
-    pub(crate) async fn connect(target: &Target) -> Result<Self> {
+    pub(crate) async fn connect(target: &Target, backend: &'static str) -> Result<Self> {
         let connection = Connection::dial(&target.endpoint, Some(&target.token)).await.context("connect")?;
-        Ok(Self { connection })
+        Ok(Self { connection, backend })
+    }
+
+    /// Returns the gVisor of the first host that has one.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    pub(crate) async fn runsc(&self) -> Result<Runsc> {
+        let hosts = self
+            .connection
+            .hosts()
+            .list_hosts(app::ListHostsRequest::default())
+            .await
+            .context("list hosts")?;
+        let hosts = hosts.into_owned();
+        let capabilities = hosts.hosts.iter().flat_map(|host| &host.capabilities);
+        let found = capabilities.into_iter().find(|capability| capability.name == "gvisor.runsc");
+        // `20240729.0 at `/usr/bin/runsc``
+        let detail = &found.context("no host has gVisor: `just gvisor`, and start Cloister again")?.detail;
+        let (version, path) = detail.split_once(" at `").context("the capability names version and path")?;
+        Ok(Runsc { version: version.to_owned(), path: path.trim_end_matches('`').into() })
     }
 
     /// Returns the version of the coordinator.
@@ -136,6 +165,7 @@ impl Cloister {
     pub(crate) async fn create(&self, limits: Limits) -> Result<Made> {
         let request = app::CreateSessionRequest {
             request_id: request_id(),
+            backend: self.backend.to_owned(),
             limits: limits.into(),
             ttl_ms: 600_000,
             wait_ms: millis(PATIENCE),

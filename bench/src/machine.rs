@@ -62,6 +62,16 @@ pub(crate) fn sandbox_memory() -> Option<Memory> {
     memory_of(|name, _| name.starts_with("cloister-guest"))
 }
 
+/// Returns the memory of all shims, keepers, sentries, gofers and stubs; `None` when it may not be read.
+pub(crate) fn gvisor_memory() -> Option<Memory> {
+    memory_of(|name, command| {
+        name == "exe"
+            || name.starts_with("cloister-keeper")
+            || command.starts_with("runsc-")
+            || command.contains("/sandboxes/sbx_")
+    })
+}
+
 /// Returns the memory of the roles and the private database; `None` when it may not be read.
 pub(crate) fn control_plane_memory() -> Option<Memory> {
     memory_of(|name, command| {

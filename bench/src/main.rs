@@ -9,6 +9,7 @@
 
 mod cloister;
 mod floor;
+mod gvisor;
 mod machine;
 mod peer;
 mod report;
@@ -18,7 +19,7 @@ mod sample;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::Parser;
 use cloister_api::common::Limits;
 
@@ -50,7 +51,7 @@ struct Arguments {
     #[arg(long, default_value_t = 20)]
     idle: u32,
     /// Measure this part only
-    #[arg(long, value_enum, conflicts_with = "write")]
+    #[arg(long, value_enum)]
     only: Option<Part>,
     /// Write the table to bench/results.md as well
     #[arg(long)]
@@ -68,6 +69,8 @@ enum Part {
     Burst,
     /// Memory of idle sandboxes
     Memory,
+    /// Create, exec and memory on gVisor, beside `runsc` itself; a section of its own for each version of `runsc`
+    Gvisor,
 }
 
 fn main() -> Result<()> {
@@ -75,7 +78,13 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
-    let report = runtime.block_on(measure(&arguments))?;
+    if arguments.write && arguments.only.is_some_and(|only| only != Part::Gvisor) {
+        bail!("`--write` writes whole sections: leave `--only` out, or give `--only gvisor`");
+    }
+    let report = match arguments.only {
+        Some(Part::Gvisor) => runtime.block_on(gvisor::measure(arguments.runs, arguments.idle))?,
+        _ => runtime.block_on(measure(&arguments))?,
+    };
     println!("{}", report.text());
     if arguments.write {
         results::write_section(Path::new(RESULTS), report.text())
@@ -86,7 +95,7 @@ fn main() -> Result<()> {
 }
 
 async fn measure(arguments: &Arguments) -> Result<Report> {
-    let cloister = Cloister::connect(&Target::find()?).await?;
+    let cloister = Cloister::connect(&Target::find()?, "namespace").await?;
     let (mut peers, skipped) = Peer::find();
     let mut report = Report::default();
     report.line("# Benchmark\n");

@@ -21,6 +21,7 @@ const INSIDE_ENV: &str = "CLOISTER_BENCH_INSIDE";
 pub(crate) struct Peer {
     /// The name of the program.
     pub(crate) name: &'static str,
+    program: PathBuf,
     bundle: Option<Bundle>,
 }
 
@@ -41,7 +42,7 @@ impl Peer {
             Err(error) => skipped.push(format!("bwrap: {error:#}")),
         }
         for runtime in ["crun", "runc"] {
-            match Self::oci(runtime) {
+            match Self::oci(runtime, runtime.into()) {
                 Ok(peer) => {
                     found.push(peer);
                     break;
@@ -53,14 +54,19 @@ impl Peer {
     }
 
     fn bubblewrap() -> Result<Self> {
-        let mut peer = Self { name: "bwrap", bundle: None };
+        let mut peer = Self { name: "bwrap", program: "bwrap".into(), bundle: None };
         peer.create_and_run()?;
         Ok(peer)
     }
 
-    fn oci(name: &'static str) -> Result<Self> {
-        let bundle = Bundle { directory: bundle(name)?, running: false, count: 0 };
-        let mut peer = Self { name, bundle: Some(bundle) };
+    /// Returns an OCI runtime as a peer.
+    ///
+    /// # Errors
+    ///
+    /// When it does not run the empty command here.
+    pub(crate) fn oci(name: &'static str, program: PathBuf) -> Result<Self> {
+        let bundle = Bundle { directory: bundle(&program)?, running: false, count: 0 };
+        let mut peer = Self { name, program, bundle: Some(bundle) };
         peer.create_and_run()?;
         Ok(peer)
     }
@@ -76,7 +82,7 @@ impl Peer {
             Some(bundle) => {
                 bundle.count += 1;
                 let id = format!("cloister-bench-{}-{}", std::process::id(), bundle.count);
-                let mut command = runtime(self.name);
+                let mut command = runtime(self.name, &self.program);
                 command.arg("run").arg("--bundle").arg(bundle.directory.path()).arg(id);
                 command
             }
@@ -97,12 +103,12 @@ impl Peer {
             let mut config: Value = serde_json::from_slice(&fs::read(&path)?)?;
             config["process"]["args"] = json!(["sleep", "3600"]);
             fs::write(&path, serde_json::to_vec(&config)?)?;
-            let mut command = runtime(self.name);
+            let mut command = runtime(self.name, &self.program);
             command.arg("run").arg("--detach").arg("--bundle").arg(bundle.directory.path()).arg(&id);
             time(&mut command)?;
             bundle.running = true;
         }
-        let mut command = runtime(self.name);
+        let mut command = runtime(self.name, &self.program);
         command.arg("exec").arg(&id).arg("true");
         time(&mut command).map(Some)
     }
@@ -112,7 +118,7 @@ impl Drop for Peer {
     fn drop(&mut self) {
         if self.bundle.as_ref().is_some_and(|bundle| bundle.running) {
             let id = format!("cloister-bench-{}-exec", std::process::id());
-            let _ = time(runtime(self.name).arg("delete").arg("--force").arg(id));
+            let _ = time(runtime(self.name, &self.program).arg("delete").arg("--force").arg(id));
         }
     }
 }
@@ -135,8 +141,11 @@ fn bubblewrap_command() -> Command {
     command
 }
 
-fn runtime(name: &str) -> Command {
-    let mut command = Command::new(name);
+fn runtime(name: &str, program: &Path) -> Command {
+    let mut command = Command::new(program);
+    if name == "runsc" {
+        command.args(["--network=none", "--ignore-cgroups", "--overlay2=none"]);
+    }
     if name == "crun" && is_hybrid() {
         command.arg("--cgroup-manager=disabled");
     }
@@ -144,9 +153,9 @@ fn runtime(name: &str) -> Command {
 }
 
 /// Makes a bundle with the host's `/usr`, as the runtime's own `spec` has the rest.
-fn bundle(name: &str) -> Result<tempfile::TempDir> {
+fn bundle(program: &Path) -> Result<tempfile::TempDir> {
     let directory = tempfile::tempdir().context("make a directory for the bundle")?;
-    time(Command::new(name).arg("spec").current_dir(directory.path()))?;
+    time(Command::new(program).arg("spec").current_dir(directory.path()))?;
     let root = directory.path().join("rootfs");
     fs::create_dir_all(root.join("usr"))?;
     for link in ["bin", "lib", "lib64", "sbin"] {
@@ -214,12 +223,12 @@ mod tests {
             assert!(peer.create_and_run().expect("the probe did the same") > Duration::ZERO);
             let is_oci = peer.bundle.is_some();
             assert_eq!(peer.exec().expect("exec in a running container").is_some(), is_oci, "{}", peer.name);
-            let name = peer.name;
+            let name = peer.program.clone();
             drop(peer);
             if is_oci {
                 let id = format!("cloister-bench-{}-exec", std::process::id());
-                let state = Command::new(name).arg("state").arg(id).output().expect("the runtime is there");
-                assert!(!state.status.success(), "{name} still knows the container");
+                let state = Command::new(&name).arg("state").arg(id).output().expect("the runtime is there");
+                assert!(!state.status.success(), "{name:?} still knows the container");
             }
         }
     }

@@ -9,8 +9,9 @@ use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::mount::{MountFlags, UnmountFlags, mount, mount_remount, unmount};
 use serde::{Deserialize, Serialize};
 
 use super::{AgentError, Hardening, run};
@@ -60,6 +61,7 @@ pub fn harden_on_sentry(path: &Path) -> Result<AgentConfig, AgentError> {
         agent.process_count_fds = Some(counts);
     }
     make_run_lock().map_err(AgentError::start("make `/run/lock`"))?;
+    open_devices().map_err(|errno| AgentError::start("open devices")(errno.into()))?;
     cover_control_groups().map_err(|errno| AgentError::start("cover control groups")(errno.into()))?;
     harden::become_agent_user()?;
     // As its own user, so that nobody else in the sandbox may touch it.
@@ -86,6 +88,15 @@ fn limit_processes(pids: u32) -> std::io::Result<(RawFd, (RawFd, RawFd))> {
     let join = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs"))?;
     let count = |name: &str| park(fs::File::open(group.join(name))?.into());
     Ok((park(join.into())?, (count("pids.current")?, count("pids.max")?)))
+}
+
+/// Makes `/dev` writable where nothing could be written to a device otherwise: the gVisor of 2024 takes a read-only mount for
+/// one of its devices too. What root inside does to the nodes then, it does to its own programs.
+fn open_devices() -> Result<(), Errno> {
+    match rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+        Err(Errno::ROFS) => mount_remount("/dev", MountFlags::NOSUID, ""),
+        other => other.map(drop),
+    }
 }
 
 /// Takes the control groups away: root inside could raise its limit, or leave. The open descriptor goes on working.
