@@ -296,6 +296,7 @@ cases! {
     a_program_that_is_missing_is_not_started,
     a_spec_that_cannot_run_is_refused,
     environment_directory_and_user_are_set,
+    an_exec_has_its_own_descriptors_only,
     start_is_idempotent_by_request_id,
     start_with_another_payload_conflicts,
     execs_are_listed_oldest_first,

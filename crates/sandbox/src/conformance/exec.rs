@@ -75,6 +75,18 @@ pub(super) async fn environment_directory_and_user_are_set(subject: &dyn Subject
     fixture.end().await;
 }
 
+pub(super) async fn an_exec_has_its_own_descriptors_only(subject: &dyn Subject) {
+    let fixture = Fixture::new(subject).await;
+    // What the guest agent has open for these must not be seen by the next.
+    for _ in 0..4 {
+        let cat = fixture.start_spec(ExecSpec { stdin: true, ..fixture.exec_spec(&Program::Cat) }).await;
+        fixture.sandbox.write_stdin(&cat, 0, b"x", false).await.expect("write");
+    }
+    let (exit, output) = fixture.run(&Program::PrintDescriptors).await;
+    assert_eq!((exit.code, output.text().as_str()), (0, "0\n1\n2\n"));
+    fixture.end().await;
+}
+
 pub(super) async fn start_is_idempotent_by_request_id(subject: &dyn Subject) {
     let fixture = Fixture::new(subject).await;
     let spec = fixture.exec_spec(&Program::EchoAndSleep("once".to_owned(), 600));

@@ -113,6 +113,7 @@ cases! {
     exec::a_program_that_is_missing_is_not_started,
     exec::a_spec_that_cannot_run_is_refused,
     exec::environment_directory_and_user_are_set,
+    exec::an_exec_has_its_own_descriptors_only,
     exec::start_is_idempotent_by_request_id,
     exec::start_with_another_payload_conflicts,
     exec::execs_are_listed_oldest_first,

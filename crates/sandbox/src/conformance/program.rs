@@ -29,6 +29,8 @@ pub enum Program {
     PrintDirectory,
     /// Prints the numeric user id.
     PrintUser,
+    /// Prints the numbers of its open descriptors, a line each.
+    PrintDescriptors,
     /// Prints the rows and columns of its terminal; with a text it prints that first and waits for a line of input.
     PrintSize(Option<String>),
     /// Sleeps for this many seconds.
@@ -77,6 +79,9 @@ pub fn real_argv(program: &Program) -> Vec<String> {
         Program::PrintEnv(name) => words(&["printenv", name]),
         Program::PrintDirectory => words(&["pwd"]),
         Program::PrintUser => words(&["id", "-u"]),
+        Program::PrintDescriptors => {
+            perl("for (0..$ARGV[0]) { open(my $handle, '<&=', $_) and print \"$_\\n\" }", "2047")
+        }
         Program::PrintSize(None) => words(&["stty", "size"]),
         Program::PrintSize(Some(text)) => sh("echo \"$1\"; read line || exit 1; exec stty size", &[text]),
         Program::Sleep(seconds) => words(&["sleep", &seconds.to_string()]),
@@ -117,6 +122,8 @@ pub fn sim_argv(program: &Program) -> Vec<String> {
         Program::PrintEnv(name) => words(&["env", name]),
         Program::PrintDirectory => words(&["pwd"]),
         Program::PrintUser => words(&["id"]),
+        // A simulated program has no others.
+        Program::PrintDescriptors => words(&["echo", "0\n1\n2"]),
         Program::PrintSize(None) => words(&["size"]),
         Program::PrintSize(Some(text)) => words(&["echo", text, "&&", "read", "&&", "size"]),
         Program::Sleep(time) => words(&["sleep", &time.to_string()]),
