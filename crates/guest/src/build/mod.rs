@@ -1,5 +1,5 @@
-//! Builds one sandbox and starts its pid 1, behind namespaces as below or on gVisor ([`gvisor`]): everything between a [`ShimConfig`] and a guest
-//! agent that runs.
+//! Builds one sandbox and starts its pid 1, behind namespaces as below or on gVisor ([`gvisor`]): everything between a
+//! [`ShimConfig`] and a guest agent that runs.
 //!
 //! ```text
 //!   shim, host root                                  child

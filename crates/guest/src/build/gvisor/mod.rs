@@ -4,9 +4,9 @@
 //!   shim, host root                        keeper, pid 1 of a process namespace         sentry, gofer
 //!   ── layer, root (as for namespaces)
 //!   ── tmpfs for runsc's state and bundle
-//!   ── clone3(pid, mount)            ──▶   own /proc; runsc run --detach          ──▶   user namespace of the sandbox's
+//!   ── clone3(pid, mount)            ──▶   own root and /proc; runsc run --detach ──▶   user namespace of the sandbox's
 //!                                          reaps; ends with the sentry                  ids; systrap; our seccomp inside
-//!   ── end of file on the link       ◀──   the sentry runs                              guest agent: pid 1 inside
+//!   ── `Started` on the link         ◀──   the sentry runs                              guest agent: pid 1 inside
 //! ```
 //!
 //! What holds besides what holds for namespaces:
@@ -15,6 +15,7 @@
 //!   runsc anything after the start: its state lies in the shim's mount namespace and goes with it.
 //! - The guest agent makes its listener in a directory that only its own user may write. What lies there is dialled
 //!   without following a link: a compromised sentry could put anything there.
+//! - Keeper, sentry and gofer have a root in which nothing of the host lies but runsc and `/dev/null`.
 //! - Facts are read from outside: what the sentry says about itself proves nothing.
 
 mod bundle;
