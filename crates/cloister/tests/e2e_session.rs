@@ -86,7 +86,7 @@ fn isolation_is_shown_with_facts_and_names_are_unique() {
     assert_eq!(session["isolation"], "ISOLATION_CONTAINER");
     assert!(session["facts"].as_array().is_some_and(|facts| facts.len() >= 3), "{session}");
     let text = up.ok(&["session", "get", "one"]);
-    assert!(text.contains("facts, read inside the sandbox"), "{text}");
+    assert!(text.contains("facts, read after all hardening"), "{text}");
     up.run(&["session", "create", "--name", "one"]).expect(1).says(&["error:", "hint:"]);
 }
 

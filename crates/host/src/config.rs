@@ -134,7 +134,7 @@ pub const HOST_SESSION_SPOOL_BYTES: EnvVar = EnvVar {
 /// Ready sandboxes.
 pub const HOST_WARM_SANDBOXES: EnvVar = EnvVar {
     name: "CLOISTER_HOST_WARM_SANDBOXES",
-    doc: "Sandboxes that are kept ready for sessions to come, so that a create takes one instead of building it. \
+    doc: "Sandboxes of the `namespace` backend that are kept ready for sessions to come, so that a create takes one instead of building it. \
           Each costs about half a MiB of memory, a loop device and a range of user ids. 0 keeps none.",
     default: Some("4"),
     unit: None,
@@ -341,6 +341,7 @@ mod tests {
             ("CLOISTER_COORDINATOR_ENDPOINT", "127.0.0.1:80"),
             ("CLOISTER_DATA_DIR", "relative"),
             ("CLOISTER_SANDBOX_BACKEND", "docker"),
+            ("CLOISTER_RUNSC", "no/runsc"),
             ("CLOISTER_HOST_NAME", "Not A Name"),
             ("CLOISTER_HOST_MEMORY_BYTES", "much"),
             ("CLOISTER_HOST_EXEC_SPOOL_BYTES", "1"),
@@ -354,6 +355,7 @@ mod tests {
             "CLOISTER_COORDINATOR_TOKEN",
             "CLOISTER_DATA_DIR",
             "CLOISTER_SANDBOX_BACKEND",
+            "CLOISTER_RUNSC` is `no/runsc`",
             "CLOISTER_HOST_NAME",
             "CLOISTER_HOST_MEMORY_BYTES",
             "CLOISTER_HOST_EXEC_SPOOL_BYTES",

@@ -185,6 +185,34 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_intent_of_a_version_with_one_kind_is_of_that_kind() {
+        let sandbox_id = SandboxId::generate();
+        let intent = Intent {
+            session_id: SessionId::generate(),
+            sandbox_id: sandbox_id.clone(),
+            boot_id: String::new(),
+            backend: BackendKind::Gvisor,
+            image: "host".to_owned(),
+            limits: Limits::DEFAULT,
+            hostname: "h".to_owned(),
+            ids: IdRange { base: 1, count: 2 },
+            groups: GroupSet { hierarchies: Vec::new() },
+            socket: "/s".into(),
+            disk: DiskConfig::Tmpfs { bytes: 1 },
+            guest: "/g".into(),
+            shim_config: None,
+            created_unix_ms: 0,
+        };
+        let mut json = serde_json::to_value(&intent).unwrap();
+        assert_eq!(
+            serde_json::from_value::<Intent>(json.clone()).unwrap().spec().backend,
+            BackendKind::Gvisor
+        );
+        json.as_object_mut().unwrap().remove("backend");
+        assert_eq!(serde_json::from_value::<Intent>(json).unwrap().spec().backend, BackendKind::Namespace);
+    }
+
+    #[test]
     fn a_record_is_replaced_whole_and_leaves_no_temporary_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(SESSION_FILE);

@@ -174,7 +174,10 @@ impl Backend for Warm {
     async fn create(&self, spec: &SandboxSpec) -> Result<Created, SandboxError> {
         // A session that has a layer takes none.
         let is_new = self.inner.sessions().await?.iter().all(|(session, _)| *session != spec.session_id);
-        let is_made = is_new && spec.limits.validate().is_ok() && spec.image == "host";
+        let is_made = is_new
+            && spec.limits.validate().is_ok()
+            && spec.image == "host"
+            && spec.backend == BackendKind::Namespace;
         if is_made {
             self.inner.warm_for(spec.limits.disk);
             self.inner.make_warm().await?;
@@ -282,6 +285,7 @@ cases! {
     create_is_idempotent_for_an_equal_spec,
     create_with_another_spec_conflicts,
     unknown_image_and_wrong_limits_are_refused,
+    a_backend_that_is_not_offered_is_refused,
     stop_keeps_the_layer_for_the_next_sandbox,
     stop_of_a_stopped_sandbox_succeeds,
     requests_to_a_stopped_sandbox_say_so,

@@ -129,10 +129,6 @@ fn build(
     let process_count = open_process_count(config)?;
     let agent_join = open_join_files(config, &config.cgroup.agent_join)?;
     let work_join = open_join_files(config, &config.cgroup.work_join)?;
-    let listener = match config.kernel {
-        KernelConfig::Host => Some(bind_listener(guest_socket)?),
-        KernelConfig::Gvisor { .. } => None,
-    };
     timer.done("open");
 
     if !is_off(Defence::NetworkNamespace) {
@@ -158,14 +154,18 @@ fn build(
     timer.done("root");
     POINTS.reach("shim_after_root");
 
-    let Some(listener) = listener else {
-        let KernelConfig::Gvisor { runsc, memory_bytes, pids } = &config.kernel else {
-            return Err(Errno::INVAL).step("choose the kernel");
+    if let KernelConfig::Gvisor { runsc, memory_bytes, pids } = &config.kernel {
+        let gvisor = gvisor::Gvisor {
+            runsc,
+            memory_bytes: *memory_bytes,
+            pids: *pids,
+            own_join: agent_join,
+            join: work_join,
         };
-        let gvisor = gvisor::Gvisor { runsc, memory_bytes: *memory_bytes, pids: *pids };
-        let keeper = gvisor::start(&gvisor, config, &mount_points.root, timer)?;
+        let keeper = gvisor::start(gvisor, config, &mount_points.root, timer)?;
         return Ok((keeper, layer_fd));
-    };
+    }
+    let listener = bind_listener(guest_socket)?;
     let (agent_config, mut inherited) = agent_config(config, &work_join, process_count.as_ref())?;
     inherited.push((listener.as_fd(), LISTENER_FD));
     inherited.push((agent_config.as_fd(), CONFIG_FD));

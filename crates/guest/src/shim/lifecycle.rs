@@ -258,7 +258,7 @@ async fn prepare(
         answer = timeout(AGENT_START, asking) => answer,
         _ = pidfd.readable() => return Err(failed("pid 1 ended before it answered")),
     };
-    let facts = match answer {
+    let mut facts = match answer {
         Ok(Ok(Body::Sandbox(sandbox))) => {
             sandbox.facts.into_iter().map(|fact| (fact.name, fact.value)).collect::<Vec<_>>()
         }
@@ -267,7 +267,6 @@ async fn prepare(
         Ok(Err(error)) => return Err(failed(&StartError::new(STEP, &error).message)),
         Err(_) => return Err(failed("it did not answer in time")),
     };
-    let mut facts = facts;
     if config.kernel != KernelConfig::Host {
         facts.extend(gvisor::sentry_facts(started.pid, &state));
         gvisor::spare_pid_1(started.pid, &state);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cloister_types::session::Reason;
-use cloister_types::{ByteCount, ExitReason, SandboxId};
+use cloister_types::{BackendKind, ByteCount, ExitReason, SandboxId};
 
 use super::{Fixture, Output, Program, Subject, sandbox_spec, small_limits, within};
 use crate::backend::{SandboxError, SandboxSpec};
@@ -68,6 +68,22 @@ pub(super) async fn unknown_image_and_wrong_limits_are_refused(subject: &dyn Sub
     }
     let sessions = backend.sessions().await.expect("list sessions");
     assert!(sessions.iter().all(|(id, _)| *id != good.session_id), "a refused create left a session");
+}
+
+pub(super) async fn a_backend_that_is_not_offered_is_refused(subject: &dyn Subject) {
+    let backend = subject.backend();
+    let offered = backend.kinds();
+    assert!(offered.contains(&subject.kind()), "{offered:?}");
+    for kind in BackendKind::ALL.into_iter().filter(|kind| !offered.contains(kind)) {
+        let spec = SandboxSpec { backend: kind, ..sandbox_spec(subject, small_limits()) };
+        match backend.create(&spec).await {
+            Err(SandboxError::Invalid(message)) => assert!(message.contains(kind.as_str()), "{message}"),
+            Err(error) => panic!("not invalid: {error}"),
+            Ok(_) => panic!("`{kind}` was made as something else"),
+        }
+        let sessions = backend.sessions().await.expect("list sessions");
+        assert!(sessions.iter().all(|(id, _)| *id != spec.session_id), "a refused create left a session");
+    }
 }
 
 pub(super) async fn stop_keeps_the_layer_for_the_next_sandbox(subject: &dyn Subject) {

@@ -99,6 +99,7 @@ cases! {
     life::create_is_idempotent_for_an_equal_spec,
     life::create_with_another_spec_conflicts,
     life::unknown_image_and_wrong_limits_are_refused,
+    life::a_backend_that_is_not_offered_is_refused,
     life::stop_keeps_the_layer_for_the_next_sandbox,
     life::stop_of_a_stopped_sandbox_succeeds,
     life::requests_to_a_stopped_sandbox_say_so,

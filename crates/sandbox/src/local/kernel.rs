@@ -50,3 +50,33 @@ pub(super) fn config(
         _ => Err(SandboxError::Invalid(format!("backend `{kind}` is not offered here"))),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_made_as_another_kind_than_asked_for() {
+        let runsc = Path::new("/runsc");
+        let kind = |kind, runsc| config(kind, runsc, &Limits::DEFAULT);
+        assert_eq!(kind(BackendKind::Namespace, Some(runsc)).unwrap(), KernelConfig::Host);
+        let gvisor = KernelConfig::Gvisor {
+            runsc: runsc.into(),
+            memory_bytes: Limits::DEFAULT.memory.0,
+            pids: Limits::DEFAULT.pids,
+        };
+        assert_eq!(kind(BackendKind::Gvisor, Some(runsc)).unwrap(), gvisor);
+        for refused in [kind(BackendKind::Gvisor, None), kind(BackendKind::Sim, Some(runsc))] {
+            assert!(matches!(refused, Err(SandboxError::Invalid(_))), "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_sentry_has_room_beside_the_sandboxs_own_limit() {
+        let plain = group_limits(BackendKind::Namespace, &Limits::DEFAULT);
+        assert_eq!(plain, GroupLimits::from(&Limits::DEFAULT));
+        let gvisor = group_limits(BackendKind::Gvisor, &Limits::DEFAULT);
+        assert_eq!(gvisor.work_memory_bytes, plain.work_memory_bytes + SENTRY_MEMORY_BYTES);
+        assert!(gvisor.work_pids > plain.work_pids && gvisor.cpu_millis == plain.cpu_millis);
+    }
+}

@@ -190,6 +190,9 @@ fn exec_not_found(id: &ExecId) -> SandboxError {
 }
 
 fn check_spec(spec: &SandboxSpec) -> Result<(), SandboxError> {
+    if spec.backend != BackendKind::Sim {
+        return Err(SandboxError::Invalid(format!("backend `{}` is not offered here", spec.backend)));
+    }
     if spec.image != "host" {
         return Err(SandboxError::Invalid(format!(
             "image `{}` is not known: this version has `host`",

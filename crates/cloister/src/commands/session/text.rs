@@ -71,7 +71,7 @@ pub(super) fn describe(session: &Session, terminal: Terminal) -> String {
         .map(|(name, value)| format!("{name:<16} {}", one_line(value)))
         .collect();
     if !session.facts.is_empty() {
-        lines.push(terminal.paint("facts, read inside the sandbox", Tone::Strong));
+        lines.push(terminal.paint("facts, read after all hardening", Tone::Strong));
         let width = session.facts.iter().map(|fact| fact.name.chars().count()).max().unwrap_or_default();
         for fact in &session.facts {
             lines.push(format!("  {:<width$}  {}", one_line(&fact.name), one_line(&fact.value)));

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::super::error::{BuildError, StepContext};
-use super::{Gvisor, LINK, PLACE, SOCKET};
+use super::{LINK, PLACE, SOCKET};
 use crate::agent::sentry::SentryConfig;
 use crate::harden::{AgentConfig, GuestKernel};
 use crate::shim::config::ShimConfig;
@@ -36,7 +36,7 @@ const SHM_SIZE: &str = "size=268435456";
 const RUN_SIZE: &str = "size=16777216";
 
 /// Writes `config.json` and `agent.json` into `state`.
-pub(super) fn write(gvisor: &Gvisor<'_>, config: &ShimConfig, state: &Path) -> Result<(), BuildError> {
+pub(super) fn write(pids: u32, config: &ShimConfig, state: &Path) -> Result<(), BuildError> {
     let agent = SentryConfig {
         agent: AgentConfig {
             sandbox_id: config.sandbox_id.clone(),
@@ -50,7 +50,7 @@ pub(super) fn write(gvisor: &Gvisor<'_>, config: &ShimConfig, state: &Path) -> R
             defences_off: config.defences_off.clone(),
         },
         socket: format!("{PLACE}/{LINK}/{SOCKET}").into(),
-        pids: gvisor.pids,
+        pids,
     };
     let agent = serde_json::to_value(&agent).map_err(|_| BuildError::new(STEP, Errno::INVAL))?;
     put(&state.join(AGENT), &agent)?;

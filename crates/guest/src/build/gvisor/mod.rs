@@ -34,7 +34,7 @@ pub(crate) use self::facts::{sentry_facts, spare_pid_1};
 use super::error::{BuildError, StepContext};
 use super::mounts::{self, WRITABLE};
 use super::process::{self, ChildProcess};
-use super::{StepTimer, link, open_join_files, owner};
+use super::{StepTimer, link, owner};
 use crate::harden::AGENT_ID;
 use crate::shim::config::ShimConfig;
 
@@ -52,11 +52,15 @@ const STATE: &str = "state";
 /// Bytes for runsc's state, its bundle and its log.
 const STATE_BYTES: &str = "8388608";
 
-/// What the shim tells runsc.
+/// What a sandbox on gVisor is started with, beside its configuration.
 pub(super) struct Gvisor<'a> {
     pub(super) runsc: &'a Path,
     pub(super) memory_bytes: u64,
     pub(super) pids: u32,
+    /// Files by which the keeper joins its cgroups.
+    pub(super) own_join: Vec<OwnedFd>,
+    /// Files by which runsc and all that it starts joins the work's.
+    pub(super) join: Vec<OwnedFd>,
 }
 
 /// Returns where the keeper's root lies, as the shim sees it.
@@ -92,7 +96,7 @@ pub(crate) fn open_guest_socket(sandbox_dir: &Path) -> io::Result<OwnedFd> {
 ///
 /// The step that failed, with what runsc printed; nothing of the attempt runs by then.
 pub(super) fn start(
-    gvisor: &Gvisor<'_>,
+    gvisor: Gvisor<'_>,
     config: &ShimConfig,
     root: &Path,
     timer: &mut StepTimer,
@@ -100,11 +104,9 @@ pub(super) fn start(
     let link_dir = make_link_directory(config)?;
     let state = state_dir(&config.sandbox_dir);
     mount_state(&state)?;
-    bundle::write(gvisor, config, &state)?;
+    bundle::write(gvisor.pids, config, &state)?;
     let executable = std::fs::read_link("/proc/self/exe").step_at("find own executable", "/proc/self/exe")?;
     timer.done("bundle");
-    let own_join = open_join_files(config, &config.cgroup.agent_join)?;
-    let join = open_join_files(config, &config.cgroup.work_join)?;
     let (link, child_link) = link::pair().step("make link to keeper")?;
     let plan = keeper::Plan {
         link: child_link,
@@ -117,8 +119,8 @@ pub(super) fn start(
             (link_dir, bundle::LISTENER),
         ],
         id: &config.sandbox_id,
-        own_join,
-        join,
+        own_join: gvisor.own_join,
+        join: gvisor.join,
         memory_bytes: gvisor.memory_bytes,
     };
     process::start_keeper(plan, link, timer)
@@ -171,4 +173,36 @@ fn mount_state(path: &Path) -> Result<OwnedFd, BuildError> {
         std::fs::write(path.join(file), b"").step_at(STEP, path)?;
     }
     Ok(filesystem)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn what_a_taken_over_sentry_leaves_in_the_listeners_place_is_not_dialled() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = directory.path().join(LINK);
+        let open = || open_guest_socket(directory.path()).map(drop).map_err(|error| error.kind());
+        let hosts = directory.path().join("host.sock");
+        let _listener = UnixListener::bind(&hosts).unwrap();
+        assert_eq!(open(), Err(io::ErrorKind::NotFound));
+        std::fs::create_dir(&place).unwrap();
+        assert_eq!(open(), Err(io::ErrorKind::NotFound));
+        symlink(&hosts, place.join(SOCKET)).unwrap();
+        assert_eq!(open(), Err(io::ErrorKind::InvalidData), "a link to a socket of the host");
+        std::fs::remove_file(place.join(SOCKET)).unwrap();
+        std::fs::write(place.join(SOCKET), "").unwrap();
+        assert_eq!(open(), Err(io::ErrorKind::InvalidData), "a file");
+        std::fs::remove_file(place.join(SOCKET)).unwrap();
+        let _own = UnixListener::bind(place.join(SOCKET)).unwrap();
+        assert_eq!(open(), Ok(()));
+        // Nor may the directory itself lead elsewhere.
+        std::fs::rename(&place, directory.path().join("elsewhere")).unwrap();
+        symlink(directory.path().join("elsewhere"), &place).unwrap();
+        assert!(open().is_err(), "a link in the place of the directory");
+    }
 }
