@@ -40,7 +40,7 @@ pub(super) async fn the_sandbox_survives_the_work_running_out_of_memory(subject:
 
 pub(super) async fn process_limit_is_reported_by_name(subject: &dyn Subject) {
     let fixture = Fixture::with_limits(subject, Limits { pids: 16, ..small_limits() }).await;
-    let (exit, output) = fixture.run(&Program::Fork(64)).await;
+    let (exit, output) = fixture.run(&Program::Fork(256)).await;
     assert_eq!((exit.code, exit.pids_limit_hit), (1, subject.counts_refused_forks()), "{exit:?}");
     let message = String::from_utf8_lossy(&output.stderr);
     assert!(message.contains("Resource temporarily unavailable"), "{message}");
