@@ -49,6 +49,8 @@ pub(crate) enum Command {
     Attach(commands::attach::AttachArgs),
     Kill(commands::kill::KillArgs),
     Logs(commands::logs::LogsArgs),
+    Cp(commands::cp::CpArgs),
+    PortForward(commands::port_forward::PortForwardArgs),
     Ps(commands::ps::PsArgs),
     #[command(subcommand)]
     Session(commands::session::SessionCommand),
@@ -164,6 +166,8 @@ impl Command {
             Self::Attach(args) => args.run(invocation).await,
             Self::Kill(args) => args.run(invocation).await,
             Self::Logs(args) => args.run(invocation).await,
+            Self::Cp(args) => args.run(invocation).await,
+            Self::PortForward(args) => args.run(invocation).await,
             Self::Ps(args) => args.run(invocation).await,
             Self::Session(command) => command.run(invocation).await,
             Self::Host(args) => args.run(invocation).await,

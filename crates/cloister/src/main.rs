@@ -6,6 +6,7 @@
 
 mod args;
 mod attach;
+mod channel;
 mod cli;
 mod client;
 mod commands;
@@ -15,6 +16,7 @@ mod exit;
 mod interrupt;
 mod supervisor;
 mod terminal;
+mod transfer;
 mod usage;
 
 use std::process;

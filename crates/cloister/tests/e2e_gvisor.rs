@@ -203,3 +203,56 @@ fn thirty_sandboxes_of_both_kinds_outlive_their_host_agent() {
         up.ok(&["session", "delete", name]);
     }
 }
+
+/// Files and ports go through the kernel of the sandbox, which here is gVisor's own.
+#[test]
+fn files_are_copied_and_ports_forwarded_on_gvisor() {
+    let Some(up) = start() else { return };
+    up.run(&["session", "create", "--name", "box", "--backend", "gvisor"]).expect(0);
+    let tree = up.path("tree");
+    fs::create_dir_all(tree.join("sub")).unwrap();
+    fs::write(tree.join("sub/program"), "#!/bin/sh\necho ran\n").unwrap();
+    fs::set_permissions(tree.join("sub/program"), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .unwrap();
+    std::os::unix::fs::symlink("sub/program", tree.join("link")).unwrap();
+    let big: Vec<u8> = (0..20 * 1024 * 1024_u32).map(|index| index.to_le_bytes()[1]).collect();
+    fs::write(tree.join("big"), &big).unwrap();
+    up.run(&["cp", tree.to_str().unwrap(), "box:"]).expect(0);
+    assert_eq!(up.ok(&["exec", "box", "--", "/workspace/tree/link"]), "ran");
+    let back = up.path("back");
+    up.run(&["cp", "box:tree", back.to_str().unwrap()]).expect(0);
+    assert_eq!(fs::read(back.join("big")).unwrap(), big);
+    assert_eq!(fs::read_link(back.join("link")).unwrap(), std::path::Path::new("sub/program"));
+    // As a user who may not, and a link that leads to the host's files leads to the sandbox's.
+    up.run(&["cp", "-u", "nobody", "box:/root/.", up.path("root").to_str().unwrap()]).expect(1);
+    up.run(&["exec", "box", "--", "ln", "-s", "/proc/sys/kernel/osrelease", "kernel"]).expect(0);
+    let kernel = up.ok(&["exec", "box", "--", "uname", "-r"]);
+    assert_ne!(kernel.trim(), fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().trim());
+
+    let server = "import socket\ns=socket.create_server(('127.0.0.1',7000))\nwhile True:\n c,_=s.accept()\n c.sendall(b'first word')\n c.recv(1)\n c.close()";
+    if !which("python3") {
+        skip("there is no python3 for a server in the sandbox");
+        return;
+    }
+    up.run(&["exec", "-d", "box", "--", "python3", "-c", server]).expect(0);
+    let mut forwarding = up
+        .command(&["port-forward", "--json", "box", "0:7000"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(forwarding.stdout.take().unwrap()), &mut line)
+        .unwrap();
+    let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let address = line["local"].as_str().unwrap();
+    // A server that speaks first.
+    wait_for("the server's word", || {
+        let mut word = [0; 10];
+        let mut connection = std::net::TcpStream::connect(address).map_err(|error| error.to_string())?;
+        std::io::Read::read_exact(&mut connection, &mut word).map_err(|error| error.to_string())?;
+        if &word == b"first word" { Ok(()) } else { Err(format!("{word:?}")) }
+    });
+    forwarding.kill().unwrap();
+    forwarding.wait().unwrap();
+}

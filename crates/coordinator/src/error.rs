@@ -113,6 +113,9 @@ codes! {
     /// The database's disk is full.
     STORE_FULL = "CL1027", ResourceExhausted, "the database has no room on its disk",
         "free room on the disk of the database (`df`), then try again; nothing needs to be restarted";
+    /// Nobody listens in the sandbox.
+    PORT_CLOSED = "CL1028", FailedPrecondition, "nothing in the sandbox listens on the port",
+        "start the program that listens, on the sandbox's loopback address or on all, and try again";
     /// A defect of this program.
     INTERNAL = "CL1099", Internal, "the coordinator failed",
         "report it with the coordinator's log lines of that time";

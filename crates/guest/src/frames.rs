@@ -280,6 +280,15 @@ pub fn split(stream: UnixStream) -> (FrameReader<OwnedReadHalf>, FrameWriter<Own
     (FrameReader::new(read), FrameWriter::new(write))
 }
 
+/// Returns the connection of two halves, and what came behind the last message.
+pub(crate) fn join(
+    reader: FrameReader<OwnedReadHalf>,
+    writer: FrameWriter<OwnedWriteHalf>,
+) -> (UnixStream, Vec<u8>) {
+    let early = reader.buffer[reader.start..].to_vec();
+    (reader.io.reunite(writer.io).expect("both halves are of one connection"), early)
+}
+
 /// Returns the greeting of a dialler.
 pub fn hello(sandbox_id: &str) -> guest::Hello {
     guest::Hello { version: VERSION, sandbox_id: sandbox_id.to_owned(), ..guest::Hello::default() }

@@ -16,11 +16,13 @@
 
 pub mod agent;
 pub mod build;
+pub mod channel;
 pub mod client;
 mod connection;
 pub mod convert;
 mod etc;
 pub mod fault;
+pub mod files;
 pub mod frames;
 pub mod harden;
 pub mod shim;

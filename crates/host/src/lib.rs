@@ -22,6 +22,7 @@
 
 mod agent;
 mod backends;
+mod channel;
 mod commands;
 pub mod config;
 mod data_dir;

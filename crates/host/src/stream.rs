@@ -30,6 +30,7 @@ use connectrpc::client::{BidiRecvHalf, BidiSendHalf, CallOptions, ClientTranspor
 use tokio::sync::{mpsc, watch};
 
 use crate::agent::Agent;
+use crate::channel;
 use crate::fault::POINTS;
 use crate::refusal::Refusal;
 use crate::turns::Turn;
@@ -45,8 +46,8 @@ const GONE_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a last error may take to be handed to the connection.
 const LAST_WORD_PATIENCE: Duration = Duration::from_secs(5);
 
-type Sending = BidiSendHalf<StreamRequest>;
-type Receiving =
+pub(crate) type Sending = BidiSendHalf<StreamRequest>;
+pub(crate) type Receiving =
     BidiRecvHalf<<SharedHttp2Connection as ClientTransport>::ResponseBody, StreamResponseView<'static>>;
 
 /// What a stream is served with.
@@ -61,7 +62,7 @@ pub(crate) struct StreamTask {
 }
 
 /// Why no more frames are sent.
-enum Cut {
+pub(crate) enum Cut {
     /// Nobody takes them.
     ConsumerGone,
     /// They cannot be had; said as the last message.
@@ -122,6 +123,21 @@ impl StreamTask {
         let turn = self.turn?.taken().await;
         let found = self.agent.find(&session_id);
         drop(turn);
+        if let Some(target) = self.open.channel.as_option() {
+            let target = channel::target(target)?;
+            let sandbox = match found {
+                Some(live) => live.sandbox,
+                None => {
+                    let message = format!("session `{session_id}` has no running sandbox");
+                    return Err(Refusal::new(HostErrorKind::NotRunning, message).into());
+                }
+            };
+            let stopping = self.agent.tasks.token();
+            return tokio::select! {
+                outcome = channel::serve(sandbox.as_ref(), &target, sending, receiving) => outcome,
+                () = stopping.cancelled() => Err(Refusal::stopping().into()),
+            };
+        }
         let sandbox = found.as_ref().map(|live| Arc::clone(&live.sandbox));
         let (exec, reader) = match self.open.start.as_option() {
             // When this is cut off half-way, the same request finds what it started.
@@ -153,7 +169,10 @@ impl StreamTask {
     }
 }
 
-async fn send(sending: &mut Sending, message: impl Into<stream_request::Message>) -> Result<(), Cut> {
+pub(crate) async fn send(
+    sending: &mut Sending,
+    message: impl Into<stream_request::Message>,
+) -> Result<(), Cut> {
     let request = StreamRequest { message: Some(message.into()), ..Default::default() };
     sending.send(request).await.map_err(|_| Cut::ConsumerGone)
 }
@@ -280,7 +299,9 @@ async fn take_input(receiving: &mut Receiving, sandbox: Option<Arc<dyn Sandbox>>
                             Err(error) => return Cut::Failed(error.into()),
                         }
                     }
-                    None => {}
+                    // Bytes of a channel, which this is not.
+                    Some(stream_response::Message::Data(_) | stream_response::Message::DataEnd(_)) | None => {
+                    }
                 },
                 // The coordinator holds its side for as long as it reads: whether it ends it or breaks it, the
                 // call is over.

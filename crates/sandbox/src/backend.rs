@@ -11,9 +11,11 @@ use async_trait::async_trait;
 use cloister_types::exec::{ExecRecord, TerminalSize};
 use cloister_types::session::Reason;
 use cloister_types::{
-    BackendKind, Capability, ExecId, ExecSpec, IsolationFact, Limits, OutputFrame, SandboxId, SessionId,
+    BackendKind, Capability, ChannelTarget, ExecId, ExecSpec, IsolationFact, Limits, OutputFrame, SandboxId,
+    SessionId,
 };
 use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncWrite};
 
 /// What a sandbox is made from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -321,6 +323,17 @@ pub trait Sandbox: Send + Sync + 'static {
         Ok((exec, reader))
     }
 
+    /// Opens a channel to the sandbox's files or to a port. What comes through it is the sandbox's word: hostile.
+    ///
+    /// # Errors
+    ///
+    /// [`SandboxError::NotFound`] when nothing listens on the port, `Invalid` for a user that does not exist and from a
+    /// backend that has no channels.
+    async fn open_channel(&self, target: &ChannelTarget) -> Result<Channel, SandboxError> {
+        let _ = target;
+        Err(SandboxError::Invalid("this backend opens no channels".to_owned()))
+    }
+
     /// Ends the sandbox (SIGTERM, `grace`, SIGKILL) and keeps layer and output. Succeeds when it has ended.
     ///
     /// # Errors
@@ -335,6 +348,14 @@ pub trait Sandbox: Send + Sync + 'static {
     /// May be dropped and called again.
     async fn wait_gone(&self) -> Gone;
 }
+
+/// Both directions of a channel; the end of one leaves the other open.
+pub type Channel = Box<dyn ByteStream>;
+
+/// Bytes both ways.
+pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 
 /// Frames of one exec's output, in order. A reader that is not asked gives backpressure to the program.
 #[async_trait]

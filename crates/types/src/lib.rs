@@ -5,6 +5,7 @@
 //! `docs/concepts/words.md`).
 
 pub mod capability;
+pub mod channel;
 pub mod clock;
 pub mod exec;
 pub mod ids;
@@ -14,6 +15,7 @@ pub mod name;
 pub mod session;
 
 pub use capability::{Capability, CapabilityStatus};
+pub use channel::ChannelTarget;
 pub use clock::{Clock, SystemClock};
 pub use exec::{ExecSpec, Exit, ExitReason, OutputFrame, OutputStream};
 pub use ids::{

@@ -61,6 +61,21 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
         ],
     },
     JsonMessage {
+        name: "cloister.app.v1.DialPortRequest",
+        fields: &[
+            JsonField { json: "data", proto: "data", shape: JsonShape::Scalar },
+            JsonField { json: "start", proto: "start", shape: JsonShape::Message("cloister.app.v1.DialPortStart") },
+        ],
+    },
+    JsonMessage {
+        name: "cloister.app.v1.DialPortStart",
+        fields: &[
+            JsonField { json: "port", proto: "port", shape: JsonShape::Scalar },
+            JsonField { json: "requestId", proto: "request_id", shape: JsonShape::Scalar },
+            JsonField { json: "session", proto: "session", shape: JsonShape::Scalar },
+        ],
+    },
+    JsonMessage {
         name: "cloister.app.v1.GetExecRequest",
         fields: &[
             JsonField { json: "execId", proto: "exec_id", shape: JsonShape::Scalar },
@@ -166,6 +181,21 @@ pub const JSON_MESSAGES: &[JsonMessage] = &[
             JsonField { json: "requestId", proto: "request_id", shape: JsonShape::Scalar },
             JsonField { json: "session", proto: "session", shape: JsonShape::Scalar },
             JsonField { json: "spec", proto: "spec", shape: JsonShape::Message("cloister.common.v1.ExecSpec") },
+        ],
+    },
+    JsonMessage {
+        name: "cloister.app.v1.TransferFilesRequest",
+        fields: &[
+            JsonField { json: "data", proto: "data", shape: JsonShape::Scalar },
+            JsonField { json: "start", proto: "start", shape: JsonShape::Message("cloister.app.v1.TransferStart") },
+        ],
+    },
+    JsonMessage {
+        name: "cloister.app.v1.TransferStart",
+        fields: &[
+            JsonField { json: "requestId", proto: "request_id", shape: JsonShape::Scalar },
+            JsonField { json: "session", proto: "session", shape: JsonShape::Scalar },
+            JsonField { json: "user", proto: "user", shape: JsonShape::Scalar },
         ],
     },
     JsonMessage {

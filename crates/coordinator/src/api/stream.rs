@@ -4,9 +4,12 @@ use std::time::Duration;
 
 use cloister_api::app::attach_exec_request::Request;
 use cloister_api::app::{
-    AttachExecRequest, AttachExecResponse, ReadOutputRequest, ReadOutputResponse, StreamsService,
-    WatchSessionRequest, WatchSessionResponse,
+    AttachExecRequest, AttachExecResponse, ChannelDone, ChannelReady, DialPortRequest, DialPortResponse,
+    ReadOutputRequest, ReadOutputResponse, StreamsService, TransferFilesRequest, TransferFilesResponse,
+    WatchSessionRequest, WatchSessionResponse, dial_port_request, dial_port_response, transfer_files_request,
+    transfer_files_response,
 };
+use cloister_api::host::{FilesTarget, PortTarget};
 use connectrpc::{
     ConnectError, InboundStream, RequestContext, Response, ServiceRequest, ServiceResult, ServiceStream,
 };
@@ -16,11 +19,14 @@ use super::exec::spec;
 use super::session::event_to_proto;
 use super::{Api, auth, field};
 use crate::app::Resource;
+use crate::app::channel::Carried;
 use crate::app::exec::AttachTo;
 use crate::app::relay::Attached;
 use crate::db::TokenHash;
 use crate::error::{self, AppError};
 
+/// Most bytes of a user's name.
+const USER_MAX_BYTES: usize = 64;
 /// How long a caller may take for the first message.
 const FIRST_MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -136,4 +142,85 @@ impl StreamsService for Api {
         });
         Ok(Response::new(self.while_valid(&ctx, stream)))
     }
+
+    async fn transfer_files(
+        &self,
+        ctx: RequestContext,
+        requests: InboundStream<TransferFilesRequest>,
+    ) -> ServiceResult<ServiceStream<TransferFilesResponse>> {
+        use transfer_files_request::Request;
+        let mut messages = requests.map_ok(|message| message.to_owned_message());
+        let Some(Request::Start(start)) = first(&mut messages).await?.request else {
+            return Err(no_start().into());
+        };
+        let authorized = self.authorize(&ctx, &start.request_id, Resource::OwnOrganization)?;
+        let reference = field::reference("start.session", &start.session)?;
+        if start.user.len() > USER_MAX_BYTES || start.user.chars().any(char::is_control) {
+            return Err(AppError::field("start.user", "not a user's name or number").into());
+        }
+        let files = FilesTarget { user: start.user.clone(), ..Default::default() };
+        let relay = self.app.open_channel(&authorized, reference, files).await?;
+        let input = messages.map(|message| match message?.request {
+            Some(Request::Data(data)) => Ok(data),
+            _ => Err(not_data().into()),
+        });
+        let stream = relay.run(input).map(|item| {
+            let response: transfer_files_response::Response = match item? {
+                Carried::Ready => ChannelReady::default().into(),
+                Carried::Data(data) => transfer_files_response::Response::Data(data),
+                Carried::Done => ChannelDone::default().into(),
+            };
+            Ok(TransferFilesResponse { response: Some(response), ..Default::default() })
+        });
+        Ok(Response::new(self.while_valid(&ctx, stream)))
+    }
+
+    async fn dial_port(
+        &self,
+        ctx: RequestContext,
+        requests: InboundStream<DialPortRequest>,
+    ) -> ServiceResult<ServiceStream<DialPortResponse>> {
+        use dial_port_request::Request;
+        let mut messages = requests.map_ok(|message| message.to_owned_message());
+        let Some(Request::Start(start)) = first(&mut messages).await?.request else {
+            return Err(no_start().into());
+        };
+        let authorized = self.authorize(&ctx, &start.request_id, Resource::OwnOrganization)?;
+        let reference = field::reference("start.session", &start.session)?;
+        if !(1..=u32::from(u16::MAX)).contains(&start.port) {
+            return Err(AppError::field("start.port", "a port is 1 to 65535").into());
+        }
+        let port = PortTarget { port: start.port, ..Default::default() };
+        let relay = self.app.open_channel(&authorized, reference, port).await?;
+        let input = messages.map(|message| match message?.request {
+            Some(Request::Data(data)) => Ok(data),
+            _ => Err(not_data().into()),
+        });
+        let stream = relay.run(input).map(|item| {
+            let response: dial_port_response::Response = match item? {
+                Carried::Ready => ChannelReady::default().into(),
+                Carried::Data(data) => dial_port_response::Response::Data(data),
+                Carried::Done => ChannelDone::default().into(),
+            };
+            Ok(DialPortResponse { response: Some(response), ..Default::default() })
+        });
+        Ok(Response::new(self.while_valid(&ctx, stream)))
+    }
+}
+
+/// Returns the first message of a stream.
+async fn first<M>(messages: impl Stream<Item = Result<M, ConnectError>>) -> Result<M, ConnectError> {
+    let mut messages = std::pin::pin!(messages);
+    match tokio::time::timeout(FIRST_MESSAGE_DEADLINE, messages.next()).await {
+        Ok(Some(message)) => message,
+        Ok(None) | Err(_) => Err(AppError::new(&error::PROTOCOL, "no first message came").into()),
+    }
+}
+
+fn no_start() -> AppError {
+    AppError::new(&error::PROTOCOL, "the first message of the stream is `start`")
+}
+
+fn not_data() -> AppError {
+    AppError::new(&error::PROTOCOL, "after `start` only `data` may come")
 }

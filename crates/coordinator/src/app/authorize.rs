@@ -49,10 +49,14 @@ actions! {
     ExecWait = "exec.wait",
     /// Writes to an exec's standard input.
     ExecWrite = "exec.write",
+    /// Copies files into a session or out of it.
+    FileTransfer = "file.transfer",
     /// Reads one host.
     HostGet = "host.get",
     /// Reads the hosts.
     HostList = "host.list",
+    /// Connects to a port of a session.
+    PortDial = "port.dial",
     /// Creates a session.
     SessionCreate = "session.create",
     /// Deletes a session.
@@ -210,8 +214,10 @@ pub fn authorize(
         | Action::ExecStart
         | Action::ExecWait
         | Action::ExecWrite
+        | Action::FileTransfer
         | Action::HostGet
         | Action::HostList
+        | Action::PortDial
         | Action::SessionCreate
         | Action::SessionDelete
         | Action::SessionGet

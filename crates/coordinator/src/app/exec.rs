@@ -23,9 +23,9 @@ use crate::link::LinkError;
 const COMMAND_DEADLINE: Duration = Duration::from_secs(15);
 
 /// Where an exec's commands go.
-struct Target {
-    session_id: SessionId,
-    host_id: HostId,
+pub(super) struct Target {
+    pub(super) session_id: SessionId,
+    pub(super) host_id: HostId,
     epoch: u64,
 }
 
@@ -49,7 +49,11 @@ pub(crate) enum AttachTo {
 
 impl App {
     /// Where a call that changes something goes: the session must be active, and the audit row is written.
-    async fn exec_target(&self, authorized: &Authorized, reference: &str) -> Result<Target, AppError> {
+    pub(super) async fn exec_target(
+        &self,
+        authorized: &Authorized,
+        reference: &str,
+    ) -> Result<Target, AppError> {
         let target = self.store.begin_exec(authorized.context(), reference).await?;
         match (target.state, target.host_id) {
             (SessionState::Active, Some(host_id)) => {

@@ -11,6 +11,7 @@
 pub(crate) mod audit;
 pub(crate) mod authenticate;
 pub mod authorize;
+pub(crate) mod channel;
 pub(crate) mod exec;
 pub(crate) mod host;
 pub(crate) mod relay;

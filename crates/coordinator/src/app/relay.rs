@@ -107,7 +107,14 @@ impl OutputRelay {
             }
             Some(Message::Error(error)) => Err(refused(*error).into()),
             Some(Message::End(_)) if self.no_follow => Ok(Step::End),
-            Some(Message::End(_) | Message::Opened(_)) | None => Err(self.malformed()),
+            Some(
+                Message::End(_)
+                | Message::Opened(_)
+                | Message::ChannelOpened(_)
+                | Message::Data(_)
+                | Message::DataEnd(_),
+            )
+            | None => Err(self.malformed()),
         }
     }
 
@@ -151,7 +158,7 @@ impl OutputRelay {
     }
 }
 
-fn refused(error: HostError) -> LinkError {
+pub(super) fn refused(error: HostError) -> LinkError {
     LinkError::Refused {
         kind: error.kind.as_known().unwrap_or(HostErrorKind::Internal),
         message: error.message.chars().take(1024).collect(),

@@ -170,10 +170,10 @@ impl Program {
 }
 
 /// All signals blocked until dropped.
-struct BlockedSignals(libc::sigset_t);
+pub(super) struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         // SAFETY: both sets are plain memory of this frame and valid for the calls.
         unsafe {
             let mut all: libc::sigset_t = std::mem::zeroed();
@@ -314,7 +314,7 @@ struct KernelAction {
 }
 
 /// Gives every signal its default action and blocks none: an ignored SIGINT or SIGPIPE would be inherited.
-unsafe fn reset_signals() {
+pub(super) unsafe fn reset_signals() {
     // The C library refuses the two signals that it keeps for itself, which somebody may have ignored all the same.
     let default = KernelAction { handler: libc::SIG_DFL, flags: 0, restorer: 0, mask: 0 };
     for signal in 1..SIGNALS_END {

@@ -6,6 +6,7 @@
 //!                                  ├─ WriteStdin…   into the exec's pipe, answered by offset     (stdin)
 //!                                  ├─ SignalExec    to the exec's process group
 //!                                  ├─ ResizeExec    of the exec's terminal
+//!                                  ├─ OpenChannel   files: a process of its own; a port: its bytes (channel)
 //!                                  ├─ GetSandbox    the isolation facts
 //!                                  └─ StopSandbox   SIGTERM, grace, SIGKILL, exit
 //! ```
@@ -19,6 +20,7 @@
 //! - It signals a process group only while the group's leader has not been reaped, so that the number cannot belong
 //!   to a stranger.
 
+mod channel;
 mod environment;
 mod exec;
 mod launch;
@@ -41,7 +43,7 @@ use std::rc::Rc;
 use rustix::fs::{Mode, OFlags};
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::LocalSet;
 
 use crate::harden::{self, AgentConfig, HardenError};
@@ -91,6 +93,8 @@ struct Agent {
     /// Told whenever an exec has left `execs`.
     exec_ended: Notify,
     dev_null: OwnedFd,
+    /// Room for processes that serve files.
+    file_workers: Semaphore,
 }
 
 /// Reads what the builder left, hardens this process and serves until a stop. Returns only on an error.
@@ -134,6 +138,7 @@ pub fn run(config: AgentConfig, hardening: Hardening) -> Result<std::convert::In
         execs: RefCell::default(),
         exec_ended: Notify::new(),
         dev_null,
+        file_workers: Semaphore::new(channel::FILE_WORKERS_MAX),
     });
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()

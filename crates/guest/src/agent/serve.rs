@@ -9,7 +9,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{sleep, timeout};
 
 use super::exec::{self, RunningExec};
-use super::{Agent, AgentError, Hardening, stop};
+use super::{Agent, AgentError, Hardening, channel, stop};
 use crate::convert;
 use crate::frames::{self, Body, FrameError, FrameReader, FrameWriter, error};
 use crate::harden;
@@ -19,8 +19,8 @@ const GREETING: Duration = Duration::from_secs(10);
 /// A pause after a failed accept: descriptors come back when an exec ends.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
-type Reader = FrameReader<OwnedReadHalf>;
-type Writer = FrameWriter<OwnedWriteHalf>;
+pub(super) type Reader = FrameReader<OwnedReadHalf>;
+pub(super) type Writer = FrameWriter<OwnedWriteHalf>;
 
 /// Accepts for ever.
 pub(super) async fn accept(
@@ -72,6 +72,7 @@ async fn serve(agent: Rc<Agent>, stream: UnixStream) -> Result<(), FrameError> {
             writer.send(answer).await
         }
         Body::ResizeExec(request) => writer.send(resize(&agent, &request)).await,
+        Body::OpenChannel(request) => channel::open(agent, *request, reader, writer).await,
         Body::GetSandbox(_) => writer.send(facts(&agent)).await,
         Body::StopSandbox(request) => {
             // The answer says that it has begun; its end is the end of this process.

@@ -198,7 +198,7 @@ pub(super) fn run(config: ShimConfig, started: StartedSandbox) -> ExitCode {
 }
 
 /// Opens a connection to the guest agent of the sandbox that has this directory by now.
-async fn dial(
+pub(crate) async fn dial(
     config: &ShimConfig,
     sandbox_dir: &Path,
     request: impl Into<Body>,

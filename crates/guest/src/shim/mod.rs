@@ -19,7 +19,7 @@ mod counters;
 mod exec;
 mod exec_table;
 mod identity;
-mod lifecycle;
+pub(crate) mod lifecycle;
 #[cfg(debug_assertions)]
 mod plain;
 mod serve;

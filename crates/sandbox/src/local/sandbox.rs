@@ -1,5 +1,6 @@
 //! The handle of one running sandbox: requests go to its shim, the end is waited for and cleaned up after.
 
+use std::io::Cursor;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -9,11 +10,12 @@ use cloister_guest::client::{self, Client, ClientError};
 use cloister_guest::shim::config::SandboxExitRecord;
 use cloister_guest::spool::{self, EndedReader};
 use cloister_types::exec::{ExecRecord, TerminalSize};
-use cloister_types::{ExecId, ExecSpec, IsolationFact, OutputFrame};
+use cloister_types::{ChannelTarget, ExecId, ExecSpec, IsolationFact, OutputFrame};
+use tokio::io::AsyncReadExt as _;
 
 use super::reap;
 use super::{Inner, blocking, chain, open_output, read_exec};
-use crate::backend::{Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming};
+use crate::backend::{Channel, Created, Gone, OutputReader, Sandbox, SandboxError, SandboxSpec, StepTiming};
 use crate::fault::POINTS;
 use crate::intent::Intent;
 
@@ -218,6 +220,14 @@ impl Sandbox for LocalSandbox {
             Ok((record, reader)) => Ok((record, Box::new(LiveOutput(reader)))),
             Err(error) => Err(self.error(error)),
         }
+    }
+
+    async fn open_channel(&self, target: &ChannelTarget) -> Result<Channel, SandboxError> {
+        let directory = self.inner.paths().sandbox_dir(&self.spec.sandbox_id);
+        let opened = cloister_guest::channel::open(&directory, target, ANSWER_DEADLINE).await;
+        let opened = opened.map_err(|error| self.error(error))?;
+        let (read, write) = opened.stream.into_split();
+        Ok(Box::new(tokio::io::join(Cursor::new(opened.early).chain(read), write)))
     }
 
     async fn stop(&self, grace: Duration) -> Result<(), SandboxError> {

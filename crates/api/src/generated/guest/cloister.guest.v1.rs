@@ -11,6 +11,10 @@ pub enum ErrorKind {
     ERROR_KIND_NOT_RUNNING = 4i32,
     ERROR_KIND_EXHAUSTED = 5i32,
     ERROR_KIND_INTERNAL = 6i32,
+    /// The user of the channel may not do this to the file.
+    ERROR_KIND_PERMISSION_DENIED = 7i32,
+    /// Something is there already.
+    ERROR_KIND_EXISTS = 8i32,
 }
 impl ErrorKind {
     ///Idiomatic alias for [`Self::ERROR_KIND_UNSPECIFIED`]; `Debug` prints the variant name.
@@ -34,6 +38,12 @@ impl ErrorKind {
     ///Idiomatic alias for [`Self::ERROR_KIND_INTERNAL`]; `Debug` prints the variant name.
     #[allow(non_upper_case_globals)]
     pub const Internal: Self = Self::ERROR_KIND_INTERNAL;
+    ///Idiomatic alias for [`Self::ERROR_KIND_PERMISSION_DENIED`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const PermissionDenied: Self = Self::ERROR_KIND_PERMISSION_DENIED;
+    ///Idiomatic alias for [`Self::ERROR_KIND_EXISTS`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const Exists: Self = Self::ERROR_KIND_EXISTS;
 }
 impl ::core::default::Default for ErrorKind {
     fn default() -> Self {
@@ -50,6 +60,8 @@ impl ::buffa::Enumeration for ErrorKind {
             4i32 => ::core::option::Option::Some(Self::ERROR_KIND_NOT_RUNNING),
             5i32 => ::core::option::Option::Some(Self::ERROR_KIND_EXHAUSTED),
             6i32 => ::core::option::Option::Some(Self::ERROR_KIND_INTERNAL),
+            7i32 => ::core::option::Option::Some(Self::ERROR_KIND_PERMISSION_DENIED),
+            8i32 => ::core::option::Option::Some(Self::ERROR_KIND_EXISTS),
             _ => ::core::option::Option::None,
         }
     }
@@ -65,6 +77,8 @@ impl ::buffa::Enumeration for ErrorKind {
             Self::ERROR_KIND_NOT_RUNNING => "ERROR_KIND_NOT_RUNNING",
             Self::ERROR_KIND_EXHAUSTED => "ERROR_KIND_EXHAUSTED",
             Self::ERROR_KIND_INTERNAL => "ERROR_KIND_INTERNAL",
+            Self::ERROR_KIND_PERMISSION_DENIED => "ERROR_KIND_PERMISSION_DENIED",
+            Self::ERROR_KIND_EXISTS => "ERROR_KIND_EXISTS",
         }
     }
     fn from_proto_name(name: &str) -> ::core::option::Option<Self> {
@@ -90,6 +104,10 @@ impl ::buffa::Enumeration for ErrorKind {
             "ERROR_KIND_INTERNAL" => {
                 ::core::option::Option::Some(Self::ERROR_KIND_INTERNAL)
             }
+            "ERROR_KIND_PERMISSION_DENIED" => {
+                ::core::option::Option::Some(Self::ERROR_KIND_PERMISSION_DENIED)
+            }
+            "ERROR_KIND_EXISTS" => ::core::option::Option::Some(Self::ERROR_KIND_EXISTS),
             _ => ::core::option::Option::None,
         }
     }
@@ -102,6 +120,88 @@ impl ::buffa::Enumeration for ErrorKind {
             Self::ERROR_KIND_NOT_RUNNING,
             Self::ERROR_KIND_EXHAUSTED,
             Self::ERROR_KIND_INTERNAL,
+            Self::ERROR_KIND_PERMISSION_DENIED,
+            Self::ERROR_KIND_EXISTS,
+        ]
+    }
+}
+#[allow(non_camel_case_types)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(i32)]
+pub enum FileKind {
+    FILE_KIND_UNSPECIFIED = 0i32,
+    FILE_KIND_FILE = 1i32,
+    FILE_KIND_DIRECTORY = 2i32,
+    FILE_KIND_SYMLINK = 3i32,
+    /// A device, a pipe or a socket.
+    FILE_KIND_OTHER = 4i32,
+}
+impl FileKind {
+    ///Idiomatic alias for [`Self::FILE_KIND_UNSPECIFIED`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const Unspecified: Self = Self::FILE_KIND_UNSPECIFIED;
+    ///Idiomatic alias for [`Self::FILE_KIND_FILE`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const File: Self = Self::FILE_KIND_FILE;
+    ///Idiomatic alias for [`Self::FILE_KIND_DIRECTORY`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const Directory: Self = Self::FILE_KIND_DIRECTORY;
+    ///Idiomatic alias for [`Self::FILE_KIND_SYMLINK`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const Symlink: Self = Self::FILE_KIND_SYMLINK;
+    ///Idiomatic alias for [`Self::FILE_KIND_OTHER`]; `Debug` prints the variant name.
+    #[allow(non_upper_case_globals)]
+    pub const Other: Self = Self::FILE_KIND_OTHER;
+}
+impl ::core::default::Default for FileKind {
+    fn default() -> Self {
+        Self::FILE_KIND_UNSPECIFIED
+    }
+}
+impl ::buffa::Enumeration for FileKind {
+    fn from_i32(value: i32) -> ::core::option::Option<Self> {
+        match value {
+            0i32 => ::core::option::Option::Some(Self::FILE_KIND_UNSPECIFIED),
+            1i32 => ::core::option::Option::Some(Self::FILE_KIND_FILE),
+            2i32 => ::core::option::Option::Some(Self::FILE_KIND_DIRECTORY),
+            3i32 => ::core::option::Option::Some(Self::FILE_KIND_SYMLINK),
+            4i32 => ::core::option::Option::Some(Self::FILE_KIND_OTHER),
+            _ => ::core::option::Option::None,
+        }
+    }
+    fn to_i32(&self) -> i32 {
+        *self as i32
+    }
+    fn proto_name(&self) -> &'static str {
+        match self {
+            Self::FILE_KIND_UNSPECIFIED => "FILE_KIND_UNSPECIFIED",
+            Self::FILE_KIND_FILE => "FILE_KIND_FILE",
+            Self::FILE_KIND_DIRECTORY => "FILE_KIND_DIRECTORY",
+            Self::FILE_KIND_SYMLINK => "FILE_KIND_SYMLINK",
+            Self::FILE_KIND_OTHER => "FILE_KIND_OTHER",
+        }
+    }
+    fn from_proto_name(name: &str) -> ::core::option::Option<Self> {
+        match name {
+            "FILE_KIND_UNSPECIFIED" => {
+                ::core::option::Option::Some(Self::FILE_KIND_UNSPECIFIED)
+            }
+            "FILE_KIND_FILE" => ::core::option::Option::Some(Self::FILE_KIND_FILE),
+            "FILE_KIND_DIRECTORY" => {
+                ::core::option::Option::Some(Self::FILE_KIND_DIRECTORY)
+            }
+            "FILE_KIND_SYMLINK" => ::core::option::Option::Some(Self::FILE_KIND_SYMLINK),
+            "FILE_KIND_OTHER" => ::core::option::Option::Some(Self::FILE_KIND_OTHER),
+            _ => ::core::option::Option::None,
+        }
+    }
+    fn values() -> &'static [Self] {
+        &[
+            Self::FILE_KIND_UNSPECIFIED,
+            Self::FILE_KIND_FILE,
+            Self::FILE_KIND_DIRECTORY,
+            Self::FILE_KIND_SYMLINK,
+            Self::FILE_KIND_OTHER,
         ]
     }
 }
@@ -265,6 +365,14 @@ impl ::buffa::Message for Message {
                         += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::message::Message::OpenChannel(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
                 __buffa::oneof::message::Message::Exec(x) => {
                     let __slot = __cache.reserve();
                     let inner = x.compute_size(__cache);
@@ -346,6 +454,118 @@ impl ::buffa::Message for Message {
                             + inner as u64;
                 }
                 __buffa::oneof::message::Message::Resized(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::ChannelOpened(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::StatFile(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::SendFiles(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::ReceiveFiles(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileInfo(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileDone(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileEntry(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileResume(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileStart(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileData(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileEnd(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FileProblem(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::FilesWritten(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::message::Message::TransferEnd(x) => {
                     let __slot = __cache.reserve();
                     let inner = x.compute_size(__cache);
                     __cache.set(__slot, inner);
@@ -487,6 +707,14 @@ impl ::buffa::Message for Message {
                     );
                     x.write_to(__cache, buf);
                 }
+                __buffa::oneof::message::Message::OpenChannel(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        22u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
                 __buffa::oneof::message::Message::Exec(x) => {
                     ::buffa::types::put_len_delimited_header(
                         30u32,
@@ -570,6 +798,118 @@ impl ::buffa::Message for Message {
                 __buffa::oneof::message::Message::Resized(x) => {
                     ::buffa::types::put_len_delimited_header(
                         40u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::ChannelOpened(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        41u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::StatFile(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        60u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::SendFiles(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        66u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::ReceiveFiles(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        67u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileInfo(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        80u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileDone(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        82u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileEntry(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        83u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileResume(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        84u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileStart(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        85u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileData(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        86u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileEnd(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        87u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FileProblem(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        88u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::FilesWritten(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        89u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::message::Message::TransferEnd(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        90u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -890,6 +1230,26 @@ impl ::buffa::Message for Message {
                     );
                 }
             }
+            22u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::OpenChannel(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::OpenChannel(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
             30u32 => {
                 ::buffa::encoding::check_wire_type(
                     tag,
@@ -1105,6 +1465,286 @@ impl ::buffa::Message for Message {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::message::Message::Resized(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            41u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::ChannelOpened(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::ChannelOpened(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            60u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::StatFile(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::StatFile(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            66u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::SendFiles(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::SendFiles(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            67u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::ReceiveFiles(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::ReceiveFiles(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            80u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileInfo(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileInfo(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            82u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileDone(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileDone(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            83u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileEntry(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileEntry(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            84u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileResume(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileResume(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            85u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileStart(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileStart(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            86u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileData(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileData(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            87u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileEnd(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileEnd(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            88u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FileProblem(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FileProblem(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            89u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::FilesWritten(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::FilesWritten(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            90u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::message::Message::TransferEnd(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::message::Message::TransferEnd(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -5004,6 +5644,2157 @@ impl ::buffa::ExtensionSet for SandboxExit {
         &mut self.__buffa_unknown_fields
     }
 }
+/// Turns the connection into a channel. After `ChannelOpened` it carries what its target speaks, and no frame of this
+/// exchange any more; the dialler sends nothing before.
+#[derive(Clone, PartialEq, Default)]
+pub struct OpenChannel {
+    pub target: ::core::option::Option<__buffa::oneof::open_channel::Target>,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for OpenChannel {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("OpenChannel").field("target", &self.target).finish()
+    }
+}
+impl OpenChannel {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.OpenChannel";
+}
+::buffa::impl_default_instance!(OpenChannel);
+impl ::buffa::MessageName for OpenChannel {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "OpenChannel";
+    const FULL_NAME: &'static str = "cloister.guest.v1.OpenChannel";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.OpenChannel";
+}
+impl ::buffa::Message for OpenChannel {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if let ::core::option::Option::Some(ref v) = self.target {
+            match v {
+                __buffa::oneof::open_channel::Target::Files(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::open_channel::Target::Port(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+            }
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        __cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if let ::core::option::Option::Some(ref v) = self.target {
+            match v {
+                __buffa::oneof::open_channel::Target::Files(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        1u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::open_channel::Target::Port(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        2u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+            }
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::open_channel::Target::Files(ref mut existing),
+                ) = self.target
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.target = ::core::option::Option::Some(
+                        __buffa::oneof::open_channel::Target::Files(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::open_channel::Target::Port(ref mut existing),
+                ) = self.target
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.target = ::core::option::Option::Some(
+                        __buffa::oneof::open_channel::Target::Port(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.target = ::core::option::Option::None;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for OpenChannel {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.OpenChannel";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+pub mod open_channel {
+    #[allow(unused_imports)]
+    use super::*;
+    #[doc(inline)]
+    pub use super::__buffa::oneof::open_channel::Target;
+    #[doc(inline)]
+    pub use super::__buffa::view::oneof::open_channel::Target as TargetView;
+}
+/// The files of the sandbox, as one of its users sees them. The dialler sends requests, each after the answer to the one before.
+#[derive(Clone, PartialEq, Default)]
+pub struct FilesTarget {
+    /// As in `ExecSpec.user`.
+    ///
+    /// Field 1: `user`
+    pub user: ::buffa::alloc::string::String,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FilesTarget {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FilesTarget").field("user", &self.user).finish()
+    }
+}
+impl FilesTarget {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FilesTarget";
+}
+::buffa::impl_default_instance!(FilesTarget);
+impl ::buffa::MessageName for FilesTarget {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FilesTarget";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FilesTarget";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FilesTarget";
+}
+impl ::buffa::Message for FilesTarget {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.user.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.user) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.user.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.user, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.user, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.user.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FilesTarget {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FilesTarget";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// A TCP port that a program of the sandbox listens on: the bytes of the connection.
+#[derive(Clone, PartialEq, Default)]
+pub struct PortTarget {
+    /// Field 1: `port`
+    pub port: u32,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for PortTarget {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("PortTarget").field("port", &self.port).finish()
+    }
+}
+impl PortTarget {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.PortTarget";
+}
+::buffa::impl_default_instance!(PortTarget);
+impl ::buffa::MessageName for PortTarget {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "PortTarget";
+    const FULL_NAME: &'static str = "cloister.guest.v1.PortTarget";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.PortTarget";
+}
+impl ::buffa::Message for PortTarget {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.port != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.port) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.port != 0u32 {
+            ::buffa::types::put_uint32_field(1u32, self.port, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.port = ::buffa::types::decode_uint32(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.port = 0u32;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for PortTarget {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.PortTarget";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+#[derive(Clone, PartialEq, Default)]
+pub struct ChannelOpened {
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ChannelOpened {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ChannelOpened").finish()
+    }
+}
+impl ChannelOpened {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ChannelOpened";
+}
+::buffa::impl_default_instance!(ChannelOpened);
+impl ::buffa::MessageName for ChannelOpened {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "ChannelOpened";
+    const FULL_NAME: &'static str = "cloister.guest.v1.ChannelOpened";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ChannelOpened";
+}
+impl ::buffa::Message for ChannelOpened {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ChannelOpened {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.ChannelOpened";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// What is at a path. Paths are absolute and resolved inside the sandbox; they and names are bytes, as the kernel has them.
+#[derive(Clone, PartialEq, Default)]
+pub struct StatFile {
+    /// Field 1: `path`
+    pub path: ::buffa::alloc::vec::Vec<u8>,
+    /// Look at what a symbolic link leads to.
+    ///
+    /// Field 2: `follow`
+    pub follow: bool,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for StatFile {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("StatFile")
+            .field("path", &self.path)
+            .field("follow", &self.follow)
+            .finish()
+    }
+}
+impl StatFile {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.StatFile";
+}
+::buffa::impl_default_instance!(StatFile);
+impl ::buffa::MessageName for StatFile {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "StatFile";
+    const FULL_NAME: &'static str = "cloister.guest.v1.StatFile";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.StatFile";
+}
+impl ::buffa::Message for StatFile {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.path.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+        }
+        if self.follow {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.path.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+        }
+        if self.follow {
+            ::buffa::types::put_bool_field(2u32, self.follow, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.path, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.follow = ::buffa::types::decode_bool(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.path.clear();
+        self.follow = false;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for StatFile {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.StatFile";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+#[derive(Clone, PartialEq, Default)]
+pub struct FileInfo {
+    /// Field 1: `kind`
+    pub kind: ::buffa::EnumValue<FileKind>,
+    /// Permission bits with set-id and sticky bits, 12 in all.
+    ///
+    /// Field 2: `mode`
+    pub mode: u32,
+    /// Field 3: `size`
+    pub size: u64,
+    /// Field 4: `modified_unix_ns`
+    pub modified_unix_ns: i64,
+    /// Field 5: `uid`
+    pub uid: u32,
+    /// Field 6: `gid`
+    pub gid: u32,
+    /// Of a symbolic link.
+    ///
+    /// Field 7: `link_target`
+    pub link_target: ::buffa::alloc::vec::Vec<u8>,
+    /// Bytes that it takes on the disk.
+    ///
+    /// Field 8: `allocated_bytes`
+    pub allocated_bytes: u64,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileInfo {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileInfo")
+            .field("kind", &self.kind)
+            .field("mode", &self.mode)
+            .field("size", &self.size)
+            .field("modified_unix_ns", &self.modified_unix_ns)
+            .field("uid", &self.uid)
+            .field("gid", &self.gid)
+            .field("link_target", &self.link_target)
+            .field("allocated_bytes", &self.allocated_bytes)
+            .finish()
+    }
+}
+impl FileInfo {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileInfo";
+}
+::buffa::impl_default_instance!(FileInfo);
+impl ::buffa::MessageName for FileInfo {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileInfo";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileInfo";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileInfo";
+}
+impl ::buffa::Message for FileInfo {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        {
+            let val = self.kind.to_i32();
+            if val != 0 {
+                size += 1u64 + ::buffa::types::int32_encoded_len(val) as u64;
+            }
+        }
+        if self.mode != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.mode) as u64;
+        }
+        if self.size != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.size) as u64;
+        }
+        if self.modified_unix_ns != 0i64 {
+            size
+                += 1u64
+                    + ::buffa::types::int64_encoded_len(self.modified_unix_ns) as u64;
+        }
+        if self.uid != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.uid) as u64;
+        }
+        if self.gid != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.gid) as u64;
+        }
+        if !self.link_target.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.link_target) as u64;
+        }
+        if self.allocated_bytes != 0u64 {
+            size
+                += 1u64
+                    + ::buffa::types::uint64_encoded_len(self.allocated_bytes) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        {
+            let val = self.kind.to_i32();
+            if val != 0 {
+                ::buffa::types::put_int32_field(1u32, val, buf);
+            }
+        }
+        if self.mode != 0u32 {
+            ::buffa::types::put_uint32_field(2u32, self.mode, buf);
+        }
+        if self.size != 0u64 {
+            ::buffa::types::put_uint64_field(3u32, self.size, buf);
+        }
+        if self.modified_unix_ns != 0i64 {
+            ::buffa::types::put_int64_field(4u32, self.modified_unix_ns, buf);
+        }
+        if self.uid != 0u32 {
+            ::buffa::types::put_uint32_field(5u32, self.uid, buf);
+        }
+        if self.gid != 0u32 {
+            ::buffa::types::put_uint32_field(6u32, self.gid, buf);
+        }
+        if !self.link_target.is_empty() {
+            ::buffa::types::put_shared_bytes_field(7u32, &self.link_target, buf);
+        }
+        if self.allocated_bytes != 0u64 {
+            ::buffa::types::put_uint64_field(8u32, self.allocated_bytes, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.kind = ::buffa::EnumValue::from(::buffa::types::decode_int32(buf)?);
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.mode = ::buffa::types::decode_uint32(buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.size = ::buffa::types::decode_uint64(buf)?;
+            }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.modified_unix_ns = ::buffa::types::decode_int64(buf)?;
+            }
+            5u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.uid = ::buffa::types::decode_uint32(buf)?;
+            }
+            6u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.gid = ::buffa::types::decode_uint32(buf)?;
+            }
+            7u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.link_target, buf)?;
+            }
+            8u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.allocated_bytes = ::buffa::types::decode_uint64(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.kind = ::buffa::EnumValue::from(0);
+        self.mode = 0u32;
+        self.size = 0u64;
+        self.modified_unix_ns = 0i64;
+        self.uid = 0u32;
+        self.gid = 0u32;
+        self.link_target.clear();
+        self.allocated_bytes = 0u64;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileInfo {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileInfo";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+#[derive(Clone, PartialEq, Default)]
+pub struct FileDone {
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileDone {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileDone").finish()
+    }
+}
+impl FileDone {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileDone";
+}
+::buffa::impl_default_instance!(FileDone);
+impl ::buffa::MessageName for FileDone {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileDone";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileDone";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileDone";
+}
+impl ::buffa::Message for FileDone {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileDone {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileDone";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Asks for a tree: answered with `FileDone`, and then the other side is its sender. A link at the path itself is followed, links
+/// below are sent as links.
+#[derive(Clone, PartialEq, Default)]
+pub struct SendFiles {
+    /// Field 1: `path`
+    pub path: ::buffa::alloc::vec::Vec<u8>,
+    /// Entries and hashes only.
+    ///
+    /// Field 2: `without_content`
+    pub without_content: bool,
+    /// Leave out files and links up to this path, which an earlier transfer has written.
+    ///
+    /// Field 3: `after`
+    pub after: ::buffa::alloc::vec::Vec<u8>,
+    /// Field 4: `has_after`
+    pub has_after: bool,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for SendFiles {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("SendFiles")
+            .field("path", &self.path)
+            .field("without_content", &self.without_content)
+            .field("after", &self.after)
+            .field("has_after", &self.has_after)
+            .finish()
+    }
+}
+impl SendFiles {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.SendFiles";
+}
+::buffa::impl_default_instance!(SendFiles);
+impl ::buffa::MessageName for SendFiles {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "SendFiles";
+    const FULL_NAME: &'static str = "cloister.guest.v1.SendFiles";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.SendFiles";
+}
+impl ::buffa::Message for SendFiles {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.path.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+        }
+        if self.without_content {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
+        if !self.after.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.after) as u64;
+        }
+        if self.has_after {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.path.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+        }
+        if self.without_content {
+            ::buffa::types::put_bool_field(2u32, self.without_content, buf);
+        }
+        if !self.after.is_empty() {
+            ::buffa::types::put_shared_bytes_field(3u32, &self.after, buf);
+        }
+        if self.has_after {
+            ::buffa::types::put_bool_field(4u32, self.has_after, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.path, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.without_content = ::buffa::types::decode_bool(buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.after, buf)?;
+            }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.has_after = ::buffa::types::decode_bool(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.path.clear();
+        self.without_content = false;
+        self.after.clear();
+        self.has_after = false;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for SendFiles {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.SendFiles";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Says that a tree comes: this side is its sender. Answered with `FileDone`.
+#[derive(Clone, PartialEq, Default)]
+pub struct ReceiveFiles {
+    /// The directory that the entries' paths are below.
+    ///
+    /// Field 1: `path`
+    pub path: ::buffa::alloc::vec::Vec<u8>,
+    /// Make it, and its parents, when it is missing.
+    ///
+    /// Field 2: `make_path`
+    pub make_path: bool,
+    /// Refuse to replace files.
+    ///
+    /// Field 3: `keep_existing`
+    pub keep_existing: bool,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ReceiveFiles {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ReceiveFiles")
+            .field("path", &self.path)
+            .field("make_path", &self.make_path)
+            .field("keep_existing", &self.keep_existing)
+            .finish()
+    }
+}
+impl ReceiveFiles {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ReceiveFiles";
+}
+::buffa::impl_default_instance!(ReceiveFiles);
+impl ::buffa::MessageName for ReceiveFiles {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "ReceiveFiles";
+    const FULL_NAME: &'static str = "cloister.guest.v1.ReceiveFiles";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ReceiveFiles";
+}
+impl ::buffa::Message for ReceiveFiles {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.path.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+        }
+        if self.make_path {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
+        if self.keep_existing {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.path.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+        }
+        if self.make_path {
+            ::buffa::types::put_bool_field(2u32, self.make_path, buf);
+        }
+        if self.keep_existing {
+            ::buffa::types::put_bool_field(3u32, self.keep_existing, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.path, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.make_path = ::buffa::types::decode_bool(buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.keep_existing = ::buffa::types::decode_bool(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.path.clear();
+        self.make_path = false;
+        self.keep_existing = false;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ReceiveFiles {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.ReceiveFiles";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Sender to receiver: what comes next. Paths are relative, parents before children, siblings in the order of their bytes.
+#[derive(Clone, PartialEq, Default)]
+pub struct FileEntry {
+    /// Field 1: `path`
+    pub path: ::buffa::alloc::vec::Vec<u8>,
+    /// Field 2: `info`
+    pub info: ::buffa::MessageField<FileInfo, ::buffa::Inline<FileInfo>>,
+    /// The receiver answers `FileResume` and the sender goes on with `FileStart`: for files that are worth it.
+    ///
+    /// Field 3: `resumable`
+    pub resumable: bool,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileEntry {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileEntry")
+            .field("path", &self.path)
+            .field("info", &self.info)
+            .field("resumable", &self.resumable)
+            .finish()
+    }
+}
+impl FileEntry {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileEntry";
+}
+::buffa::impl_default_instance!(FileEntry);
+impl ::buffa::MessageName for FileEntry {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileEntry";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileEntry";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileEntry";
+}
+impl ::buffa::Message for FileEntry {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.path.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+        }
+        if self.info.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.info.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
+        if self.resumable {
+            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        __cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.path.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+        }
+        if self.info.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                2u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.info.write_to(__cache, buf);
+        }
+        if self.resumable {
+            ::buffa::types::put_bool_field(3u32, self.resumable, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.path, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.info.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.resumable = ::buffa::types::decode_bool(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.path.clear();
+        self.info = ::buffa::MessageField::none();
+        self.resumable = false;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileEntry {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileEntry";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// How much of the file an earlier transfer left, and its BLAKE3 hash.
+#[derive(Clone, PartialEq, Default)]
+pub struct FileResume {
+    /// Field 1: `offset`
+    pub offset: u64,
+    /// Field 2: `hash`
+    pub hash: ::buffa::alloc::vec::Vec<u8>,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileResume {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileResume")
+            .field("offset", &self.offset)
+            .field("hash", &self.hash)
+            .finish()
+    }
+}
+impl FileResume {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileResume";
+}
+::buffa::impl_default_instance!(FileResume);
+impl ::buffa::MessageName for FileResume {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileResume";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileResume";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileResume";
+}
+impl ::buffa::Message for FileResume {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.offset != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.offset) as u64;
+        }
+        if !self.hash.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.hash) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.offset != 0u64 {
+            ::buffa::types::put_uint64_field(1u32, self.offset, buf);
+        }
+        if !self.hash.is_empty() {
+            ::buffa::types::put_shared_bytes_field(2u32, &self.hash, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.offset = ::buffa::types::decode_uint64(buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.hash, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.offset = 0u64;
+        self.hash.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileResume {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileResume";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Where the content goes on: at the offset that was offered, or at zero.
+#[derive(Clone, PartialEq, Default)]
+pub struct FileStart {
+    /// Field 1: `offset`
+    pub offset: u64,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileStart {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileStart").field("offset", &self.offset).finish()
+    }
+}
+impl FileStart {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileStart";
+}
+::buffa::impl_default_instance!(FileStart);
+impl ::buffa::MessageName for FileStart {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileStart";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileStart";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileStart";
+}
+impl ::buffa::Message for FileStart {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.offset != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.offset) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.offset != 0u64 {
+            ::buffa::types::put_uint64_field(1u32, self.offset, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.offset = ::buffa::types::decode_uint64(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.offset = 0u64;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileStart {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileStart";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Bytes that are left out between two pieces are zero.
+#[derive(Clone, PartialEq, Default)]
+pub struct FileData {
+    /// Field 1: `offset`
+    pub offset: u64,
+    /// Field 2: `data`
+    pub data: ::buffa::alloc::vec::Vec<u8>,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileData {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileData")
+            .field("offset", &self.offset)
+            .field("data", &self.data)
+            .finish()
+    }
+}
+impl FileData {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileData";
+}
+::buffa::impl_default_instance!(FileData);
+impl ::buffa::MessageName for FileData {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileData";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileData";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileData";
+}
+impl ::buffa::Message for FileData {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.offset != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.offset) as u64;
+        }
+        if !self.data.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.data) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.offset != 0u64 {
+            ::buffa::types::put_uint64_field(1u32, self.offset, buf);
+        }
+        if !self.data.is_empty() {
+            ::buffa::types::put_shared_bytes_field(2u32, &self.data, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.offset = ::buffa::types::decode_uint64(buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.data, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.offset = 0u64;
+        self.data.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileData {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileData";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// The file is complete. `hash` is BLAKE3 of all of it; a file of another hash is not put in its place.
+#[derive(Clone, PartialEq, Default)]
+pub struct FileEnd {
+    /// Field 1: `hash`
+    pub hash: ::buffa::alloc::vec::Vec<u8>,
+    /// The sender could not read it to its end: what came is dropped.
+    ///
+    /// Field 2: `aborted`
+    pub aborted: ::buffa::alloc::string::String,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileEnd {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileEnd")
+            .field("hash", &self.hash)
+            .field("aborted", &self.aborted)
+            .finish()
+    }
+}
+impl FileEnd {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileEnd";
+}
+::buffa::impl_default_instance!(FileEnd);
+impl ::buffa::MessageName for FileEnd {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileEnd";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileEnd";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileEnd";
+}
+impl ::buffa::Message for FileEnd {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.hash.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.hash) as u64;
+        }
+        if !self.aborted.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.aborted) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.hash.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.hash, buf);
+        }
+        if !self.aborted.is_empty() {
+            ::buffa::types::put_string_field(2u32, &self.aborted, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.hash, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.aborted, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.hash.clear();
+        self.aborted.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileEnd {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileEnd";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Either way: something about one path that does not end the transfer.
+#[derive(Clone, PartialEq, Default)]
+pub struct FileProblem {
+    /// Field 1: `path`
+    pub path: ::buffa::alloc::vec::Vec<u8>,
+    /// Field 2: `message`
+    pub message: ::buffa::alloc::string::String,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FileProblem {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FileProblem")
+            .field("path", &self.path)
+            .field("message", &self.message)
+            .finish()
+    }
+}
+impl FileProblem {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileProblem";
+}
+::buffa::impl_default_instance!(FileProblem);
+impl ::buffa::MessageName for FileProblem {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FileProblem";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FileProblem";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileProblem";
+}
+impl ::buffa::Message for FileProblem {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.path.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+        }
+        if !self.message.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.message) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.path.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+        }
+        if !self.message.is_empty() {
+            ::buffa::types::put_string_field(2u32, &self.message, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.path, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.message, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.path.clear();
+        self.message.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FileProblem {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FileProblem";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// Receiver to sender, now and then: everything up to here is in its place.
+#[derive(Clone, PartialEq, Default)]
+pub struct FilesWritten {
+    /// Field 1: `path`
+    pub path: ::buffa::alloc::vec::Vec<u8>,
+    /// Field 2: `entries`
+    pub entries: u64,
+    /// Field 3: `bytes`
+    pub bytes: u64,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FilesWritten {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FilesWritten")
+            .field("path", &self.path)
+            .field("entries", &self.entries)
+            .field("bytes", &self.bytes)
+            .finish()
+    }
+}
+impl FilesWritten {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FilesWritten";
+}
+::buffa::impl_default_instance!(FilesWritten);
+impl ::buffa::MessageName for FilesWritten {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "FilesWritten";
+    const FULL_NAME: &'static str = "cloister.guest.v1.FilesWritten";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FilesWritten";
+}
+impl ::buffa::Message for FilesWritten {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.path.is_empty() {
+            size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+        }
+        if self.entries != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.entries) as u64;
+        }
+        if self.bytes != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.path.is_empty() {
+            ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+        }
+        if self.entries != 0u64 {
+            ::buffa::types::put_uint64_field(2u32, self.entries, buf);
+        }
+        if self.bytes != 0u64 {
+            ::buffa::types::put_uint64_field(3u32, self.bytes, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_bytes(&mut self.path, buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.entries = ::buffa::types::decode_uint64(buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.bytes = ::buffa::types::decode_uint64(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.path.clear();
+        self.entries = 0u64;
+        self.bytes = 0u64;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FilesWritten {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.FilesWritten";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+/// The sender has no more; the receiver answers with the same when all of it is in its place.
+#[derive(Clone, PartialEq, Default)]
+pub struct TransferEnd {
+    /// Field 1: `entries`
+    pub entries: u64,
+    /// Field 2: `bytes`
+    pub bytes: u64,
+    /// Field 3: `problems`
+    pub problems: u64,
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for TransferEnd {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("TransferEnd")
+            .field("entries", &self.entries)
+            .field("bytes", &self.bytes)
+            .field("problems", &self.problems)
+            .finish()
+    }
+}
+impl TransferEnd {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.TransferEnd";
+}
+::buffa::impl_default_instance!(TransferEnd);
+impl ::buffa::MessageName for TransferEnd {
+    const PACKAGE: &'static str = "cloister.guest.v1";
+    const NAME: &'static str = "TransferEnd";
+    const FULL_NAME: &'static str = "cloister.guest.v1.TransferEnd";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.TransferEnd";
+}
+impl ::buffa::Message for TransferEnd {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.entries != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.entries) as u64;
+        }
+        if self.bytes != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
+        }
+        if self.problems != 0u64 {
+            size += 1u64 + ::buffa::types::uint64_encoded_len(self.problems) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.entries != 0u64 {
+            ::buffa::types::put_uint64_field(1u32, self.entries, buf);
+        }
+        if self.bytes != 0u64 {
+            ::buffa::types::put_uint64_field(2u32, self.bytes, buf);
+        }
+        if self.problems != 0u64 {
+            ::buffa::types::put_uint64_field(3u32, self.problems, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.entries = ::buffa::types::decode_uint64(buf)?;
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.bytes = ::buffa::types::decode_uint64(buf)?;
+            }
+            3u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.problems = ::buffa::types::decode_uint64(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.entries = 0u64;
+        self.bytes = 0u64;
+        self.problems = 0u64;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for TransferEnd {
+    const PROTO_FQN: &'static str = "cloister.guest.v1.TransferEnd";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
 #[allow(
     non_camel_case_types,
     dead_code,
@@ -5529,6 +8320,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    22u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::OpenChannel(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::OpenChannel(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::OpenChannelView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     30u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
@@ -5870,6 +8692,440 @@ pub mod __buffa {
                             );
                         }
                     }
+                    41u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::ChannelOpened(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::ChannelOpened(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ChannelOpenedView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    60u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::StatFile(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::StatFile(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::StatFileView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    66u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::SendFiles(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::SendFiles(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::SendFilesView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    67u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::ReceiveFiles(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::ReceiveFiles(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ReceiveFilesView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    80u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileInfo(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileInfo(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileInfoView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    82u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileDone(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileDone(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileDoneView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    83u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileEntry(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileEntry(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileEntryView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    84u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileResume(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileResume(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileResumeView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    85u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileStart(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileStart(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileStartView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    86u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileData(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileData(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileDataView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    87u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileEnd(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileEnd(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileEndView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    88u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FileProblem(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FileProblem(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FileProblemView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    89u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::FilesWritten(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::FilesWritten(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FilesWrittenView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    90u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::message::Message::TransferEnd(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::message::Message::TransferEnd(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::TransferEndView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -6032,6 +9288,15 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::message::Message::OpenChannel(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::OpenChannel(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                     super::super::__buffa::view::oneof::message::Message::Exec(
                                         v,
                                     ) => {
@@ -6126,6 +9391,132 @@ pub mod __buffa {
                                         v,
                                     ) => {
                                         super::super::__buffa::oneof::message::Message::Resized(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::ChannelOpened(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::ChannelOpened(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::StatFile(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::StatFile(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::SendFiles(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::SendFiles(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::ReceiveFiles(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::ReceiveFiles(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileInfo(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileInfo(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileDone(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileDone(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileEntry(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileEntry(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileResume(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileResume(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileStart(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileStart(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileData(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileData(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileEnd(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileEnd(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FileProblem(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FileProblem(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::FilesWritten(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::FilesWritten(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::message::Message::TransferEnd(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::message::Message::TransferEnd(
                                             ::buffa::alloc::boxed::Box::new(
                                                 v.to_owned_from_source(__buffa_src)?,
                                             ),
@@ -6302,6 +9693,16 @@ pub mod __buffa {
                                 += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                                     + inner as u64;
                         }
+                        super::super::__buffa::view::oneof::message::Message::OpenChannel(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
                         super::super::__buffa::view::oneof::message::Message::Exec(
                             x,
                         ) => {
@@ -6399,6 +9800,146 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::message::Message::Resized(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::ChannelOpened(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::StatFile(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::SendFiles(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::ReceiveFiles(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileInfo(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileDone(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileEntry(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileResume(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileStart(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileData(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileEnd(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileProblem(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FilesWritten(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 2u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::message::Message::TransferEnd(
                             x,
                         ) => {
                             let __slot = __cache.reserve();
@@ -6573,6 +10114,16 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::message::Message::OpenChannel(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                22u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                         super::super::__buffa::view::oneof::message::Message::Exec(
                             x,
                         ) => {
@@ -6674,6 +10225,146 @@ pub mod __buffa {
                         ) => {
                             ::buffa::types::put_len_delimited_header(
                                 40u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::ChannelOpened(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                41u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::StatFile(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                60u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::SendFiles(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                66u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::ReceiveFiles(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                67u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileInfo(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                80u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileDone(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                82u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileEntry(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                83u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileResume(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                84u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileStart(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                85u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileData(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                86u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileEnd(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                87u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FileProblem(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                88u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::FilesWritten(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                89u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::message::Message::TransferEnd(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                90u32,
                                 u64::from(__cache.consume_next()),
                                 buf,
                             );
@@ -15086,6 +18777,4570 @@ pub mod __buffa {
             type View<'a> = SandboxExitView<'a>;
             type ViewHandle = SandboxExitOwnedView;
         }
+        /// Turns the connection into a channel. After `ChannelOpened` it carries what its target speaks, and no frame of this
+        /// exchange any more; the dialler sends nothing before.
+        #[derive(Clone, Debug, Default)]
+        pub struct OpenChannelView<'a> {
+            pub target: ::core::option::Option<
+                super::super::__buffa::view::oneof::open_channel::Target<'a>,
+            >,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for OpenChannelView<'a> {
+            type Owned = super::super::OpenChannel;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::open_channel::Target::Files(
+                                ref mut existing,
+                            ),
+                        ) = view.target
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.target = Some(
+                                super::super::__buffa::view::oneof::open_channel::Target::Files(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FilesTargetView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::open_channel::Target::Port(
+                                ref mut existing,
+                            ),
+                        ) = view.target
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.target = Some(
+                                super::super::__buffa::view::oneof::open_channel::Target::Port(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::PortTargetView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::OpenChannel,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::OpenChannel,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::OpenChannel {
+                    target: match self.target.as_ref() {
+                        ::core::option::Option::Some(v) => {
+                            ::core::option::Option::Some(
+                                match v {
+                                    super::super::__buffa::view::oneof::open_channel::Target::Files(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::open_channel::Target::Files(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::open_channel::Target::Port(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::open_channel::Target::Port(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                },
+                            )
+                        }
+                        ::core::option::Option::None => ::core::option::Option::None,
+                    },
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for OpenChannelView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if let ::core::option::Option::Some(ref v) = self.target {
+                    match v {
+                        super::super::__buffa::view::oneof::open_channel::Target::Files(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::open_channel::Target::Port(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                    }
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                __cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if let ::core::option::Option::Some(ref v) = self.target {
+                    match v {
+                        super::super::__buffa::view::oneof::open_channel::Target::Files(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                1u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::open_channel::Target::Port(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                2u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                    }
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for OpenChannelView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "OpenChannel";
+            const FULL_NAME: &'static str = "cloister.guest.v1.OpenChannel";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.OpenChannel";
+        }
+        ::buffa::impl_default_view_instance!(OpenChannelView);
+        ::buffa::impl_view_reborrow!(OpenChannelView);
+        /** Self-contained, `'static` owned view of a `OpenChannel` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`OpenChannelView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`OpenChannelView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct OpenChannelOwnedView(::buffa::OwnedView<OpenChannelView<'static>>);
+        impl OpenChannelOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    OpenChannelOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    OpenChannelOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::OpenChannel,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    OpenChannelOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`OpenChannelView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &OpenChannelView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::OpenChannel {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Oneof `target`.
+            #[must_use]
+            pub fn target(
+                &self,
+            ) -> ::core::option::Option<
+                &super::super::__buffa::view::oneof::open_channel::Target<'_>,
+            > {
+                self.0.reborrow().target.as_ref()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<OpenChannelView<'static>>>
+        for OpenChannelOwnedView {
+            fn from(inner: ::buffa::OwnedView<OpenChannelView<'static>>) -> Self {
+                OpenChannelOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<OpenChannelOwnedView>
+        for ::buffa::OwnedView<OpenChannelView<'static>> {
+            fn from(wrapper: OpenChannelOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<OpenChannelView<'static>>>
+        for OpenChannelOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<OpenChannelView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::OpenChannel {
+            type View<'a> = OpenChannelView<'a>;
+            type ViewHandle = OpenChannelOwnedView;
+        }
+        /// The files of the sandbox, as one of its users sees them. The dialler sends requests, each after the answer to the one before.
+        #[derive(Clone, Debug, Default)]
+        pub struct FilesTargetView<'a> {
+            /// As in `ExecSpec.user`.
+            ///
+            /// Field 1: `user`
+            pub user: &'a str,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FilesTargetView<'a> {
+            type Owned = super::super::FilesTarget;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.user = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::FilesTarget,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::FilesTarget,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FilesTarget {
+                    user: self.user.to_string(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FilesTargetView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.user.is_empty() {
+                    size += 1u64 + ::buffa::types::string_encoded_len(&self.user) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.user.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.user, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FilesTargetView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FilesTarget";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FilesTarget";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FilesTarget";
+        }
+        ::buffa::impl_default_view_instance!(FilesTargetView);
+        ::buffa::impl_view_reborrow!(FilesTargetView);
+        /** Self-contained, `'static` owned view of a `FilesTarget` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FilesTargetView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FilesTargetView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FilesTargetOwnedView(::buffa::OwnedView<FilesTargetView<'static>>);
+        impl FilesTargetOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesTargetOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesTargetOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FilesTarget,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesTargetOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FilesTargetView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FilesTargetView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FilesTarget {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// As in `ExecSpec.user`.
+            ///
+            /// Field 1: `user`
+            #[must_use]
+            pub fn user(&self) -> &'_ str {
+                self.0.reborrow().user
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FilesTargetView<'static>>>
+        for FilesTargetOwnedView {
+            fn from(inner: ::buffa::OwnedView<FilesTargetView<'static>>) -> Self {
+                FilesTargetOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FilesTargetOwnedView>
+        for ::buffa::OwnedView<FilesTargetView<'static>> {
+            fn from(wrapper: FilesTargetOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FilesTargetView<'static>>>
+        for FilesTargetOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FilesTargetView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FilesTarget {
+            type View<'a> = FilesTargetView<'a>;
+            type ViewHandle = FilesTargetOwnedView;
+        }
+        /// A TCP port that a program of the sandbox listens on: the bytes of the connection.
+        #[derive(Clone, Debug, Default)]
+        pub struct PortTargetView<'a> {
+            /// Field 1: `port`
+            pub port: u32,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for PortTargetView<'a> {
+            type Owned = super::super::PortTarget;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.port = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::PortTarget, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::PortTarget, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::PortTarget {
+                    port: self.port,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for PortTargetView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.port != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.port) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.port != 0u32 {
+                    ::buffa::types::put_uint32_field(1u32, self.port, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for PortTargetView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "PortTarget";
+            const FULL_NAME: &'static str = "cloister.guest.v1.PortTarget";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.PortTarget";
+        }
+        ::buffa::impl_default_view_instance!(PortTargetView);
+        ::buffa::impl_view_reborrow!(PortTargetView);
+        /** Self-contained, `'static` owned view of a `PortTarget` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`PortTargetView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`PortTargetView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct PortTargetOwnedView(::buffa::OwnedView<PortTargetView<'static>>);
+        impl PortTargetOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    PortTargetOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    PortTargetOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::PortTarget,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    PortTargetOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`PortTargetView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &PortTargetView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::PortTarget {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `port`
+            #[must_use]
+            pub fn port(&self) -> u32 {
+                self.0.reborrow().port
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<PortTargetView<'static>>>
+        for PortTargetOwnedView {
+            fn from(inner: ::buffa::OwnedView<PortTargetView<'static>>) -> Self {
+                PortTargetOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<PortTargetOwnedView>
+        for ::buffa::OwnedView<PortTargetView<'static>> {
+            fn from(wrapper: PortTargetOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<PortTargetView<'static>>>
+        for PortTargetOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<PortTargetView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::PortTarget {
+            type View<'a> = PortTargetView<'a>;
+            type ViewHandle = PortTargetOwnedView;
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct ChannelOpenedView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ChannelOpenedView<'a> {
+            type Owned = super::super::ChannelOpened;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ChannelOpened,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ChannelOpened,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ChannelOpened {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ChannelOpenedView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for ChannelOpenedView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "ChannelOpened";
+            const FULL_NAME: &'static str = "cloister.guest.v1.ChannelOpened";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ChannelOpened";
+        }
+        ::buffa::impl_default_view_instance!(ChannelOpenedView);
+        ::buffa::impl_view_reborrow!(ChannelOpenedView);
+        /** Self-contained, `'static` owned view of a `ChannelOpened` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ChannelOpenedView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ChannelOpenedView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ChannelOpenedOwnedView(
+            ::buffa::OwnedView<ChannelOpenedView<'static>>,
+        );
+        impl ChannelOpenedOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelOpenedOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelOpenedOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ChannelOpened,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelOpenedOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ChannelOpenedView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ChannelOpenedView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ChannelOpened {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ChannelOpenedView<'static>>>
+        for ChannelOpenedOwnedView {
+            fn from(inner: ::buffa::OwnedView<ChannelOpenedView<'static>>) -> Self {
+                ChannelOpenedOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ChannelOpenedOwnedView>
+        for ::buffa::OwnedView<ChannelOpenedView<'static>> {
+            fn from(wrapper: ChannelOpenedOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ChannelOpenedView<'static>>>
+        for ChannelOpenedOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ChannelOpenedView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ChannelOpened {
+            type View<'a> = ChannelOpenedView<'a>;
+            type ViewHandle = ChannelOpenedOwnedView;
+        }
+        /// What is at a path. Paths are absolute and resolved inside the sandbox; they and names are bytes, as the kernel has them.
+        #[derive(Clone, Debug, Default)]
+        pub struct StatFileView<'a> {
+            /// Field 1: `path`
+            pub path: &'a [u8],
+            /// Look at what a symbolic link leads to.
+            ///
+            /// Field 2: `follow`
+            pub follow: bool,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for StatFileView<'a> {
+            type Owned = super::super::StatFile;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.path = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.follow = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::StatFile, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::StatFile, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::StatFile {
+                    path: (self.path).to_vec(),
+                    follow: self.follow,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for StatFileView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.path.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+                }
+                if self.follow {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.path.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+                }
+                if self.follow {
+                    ::buffa::types::put_bool_field(2u32, self.follow, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for StatFileView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "StatFile";
+            const FULL_NAME: &'static str = "cloister.guest.v1.StatFile";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.StatFile";
+        }
+        ::buffa::impl_default_view_instance!(StatFileView);
+        ::buffa::impl_view_reborrow!(StatFileView);
+        /** Self-contained, `'static` owned view of a `StatFile` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`StatFileView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`StatFileView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct StatFileOwnedView(::buffa::OwnedView<StatFileView<'static>>);
+        impl StatFileOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    StatFileOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    StatFileOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::StatFile,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    StatFileOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`StatFileView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &StatFileView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::StatFile {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `path`
+            #[must_use]
+            pub fn path(&self) -> &'_ [u8] {
+                self.0.reborrow().path
+            }
+            /// Look at what a symbolic link leads to.
+            ///
+            /// Field 2: `follow`
+            #[must_use]
+            pub fn follow(&self) -> bool {
+                self.0.reborrow().follow
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<StatFileView<'static>>>
+        for StatFileOwnedView {
+            fn from(inner: ::buffa::OwnedView<StatFileView<'static>>) -> Self {
+                StatFileOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<StatFileOwnedView>
+        for ::buffa::OwnedView<StatFileView<'static>> {
+            fn from(wrapper: StatFileOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<StatFileView<'static>>>
+        for StatFileOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<StatFileView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::StatFile {
+            type View<'a> = StatFileView<'a>;
+            type ViewHandle = StatFileOwnedView;
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct FileInfoView<'a> {
+            /// Field 1: `kind`
+            pub kind: ::buffa::EnumValue<super::super::FileKind>,
+            /// Permission bits with set-id and sticky bits, 12 in all.
+            ///
+            /// Field 2: `mode`
+            pub mode: u32,
+            /// Field 3: `size`
+            pub size: u64,
+            /// Field 4: `modified_unix_ns`
+            pub modified_unix_ns: i64,
+            /// Field 5: `uid`
+            pub uid: u32,
+            /// Field 6: `gid`
+            pub gid: u32,
+            /// Of a symbolic link.
+            ///
+            /// Field 7: `link_target`
+            pub link_target: &'a [u8],
+            /// Bytes that it takes on the disk.
+            ///
+            /// Field 8: `allocated_bytes`
+            pub allocated_bytes: u64,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileInfoView<'a> {
+            type Owned = super::super::FileInfo;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.kind = ::buffa::EnumValue::from(
+                            ::buffa::types::decode_int32(&mut cur)?,
+                        );
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.mode = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.size = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.modified_unix_ns = ::buffa::types::decode_int64(&mut cur)?;
+                    }
+                    5u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.uid = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    6u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.gid = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    7u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.link_target = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    8u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.allocated_bytes = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileInfo, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileInfo, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileInfo {
+                    kind: self.kind,
+                    mode: self.mode,
+                    size: self.size,
+                    modified_unix_ns: self.modified_unix_ns,
+                    uid: self.uid,
+                    gid: self.gid,
+                    link_target: (self.link_target).to_vec(),
+                    allocated_bytes: self.allocated_bytes,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileInfoView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                {
+                    let val = self.kind.to_i32();
+                    if val != 0 {
+                        size += 1u64 + ::buffa::types::int32_encoded_len(val) as u64;
+                    }
+                }
+                if self.mode != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.mode) as u64;
+                }
+                if self.size != 0u64 {
+                    size += 1u64 + ::buffa::types::uint64_encoded_len(self.size) as u64;
+                }
+                if self.modified_unix_ns != 0i64 {
+                    size
+                        += 1u64
+                            + ::buffa::types::int64_encoded_len(self.modified_unix_ns)
+                                as u64;
+                }
+                if self.uid != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.uid) as u64;
+                }
+                if self.gid != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.gid) as u64;
+                }
+                if !self.link_target.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::bytes_encoded_len(&self.link_target)
+                                as u64;
+                }
+                if self.allocated_bytes != 0u64 {
+                    size
+                        += 1u64
+                            + ::buffa::types::uint64_encoded_len(self.allocated_bytes)
+                                as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                {
+                    let val = self.kind.to_i32();
+                    if val != 0 {
+                        ::buffa::types::put_int32_field(1u32, val, buf);
+                    }
+                }
+                if self.mode != 0u32 {
+                    ::buffa::types::put_uint32_field(2u32, self.mode, buf);
+                }
+                if self.size != 0u64 {
+                    ::buffa::types::put_uint64_field(3u32, self.size, buf);
+                }
+                if self.modified_unix_ns != 0i64 {
+                    ::buffa::types::put_int64_field(4u32, self.modified_unix_ns, buf);
+                }
+                if self.uid != 0u32 {
+                    ::buffa::types::put_uint32_field(5u32, self.uid, buf);
+                }
+                if self.gid != 0u32 {
+                    ::buffa::types::put_uint32_field(6u32, self.gid, buf);
+                }
+                if !self.link_target.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(7u32, &self.link_target, buf);
+                }
+                if self.allocated_bytes != 0u64 {
+                    ::buffa::types::put_uint64_field(8u32, self.allocated_bytes, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileInfoView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileInfo";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileInfo";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileInfo";
+        }
+        ::buffa::impl_default_view_instance!(FileInfoView);
+        ::buffa::impl_view_reborrow!(FileInfoView);
+        /** Self-contained, `'static` owned view of a `FileInfo` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileInfoView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileInfoView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileInfoOwnedView(::buffa::OwnedView<FileInfoView<'static>>);
+        impl FileInfoOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileInfoOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileInfoOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileInfo,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileInfoOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileInfoView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileInfoView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileInfo {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `kind`
+            #[must_use]
+            pub fn kind(&self) -> ::buffa::EnumValue<super::super::FileKind> {
+                self.0.reborrow().kind
+            }
+            /// Permission bits with set-id and sticky bits, 12 in all.
+            ///
+            /// Field 2: `mode`
+            #[must_use]
+            pub fn mode(&self) -> u32 {
+                self.0.reborrow().mode
+            }
+            /// Field 3: `size`
+            #[must_use]
+            pub fn size(&self) -> u64 {
+                self.0.reborrow().size
+            }
+            /// Field 4: `modified_unix_ns`
+            #[must_use]
+            pub fn modified_unix_ns(&self) -> i64 {
+                self.0.reborrow().modified_unix_ns
+            }
+            /// Field 5: `uid`
+            #[must_use]
+            pub fn uid(&self) -> u32 {
+                self.0.reborrow().uid
+            }
+            /// Field 6: `gid`
+            #[must_use]
+            pub fn gid(&self) -> u32 {
+                self.0.reborrow().gid
+            }
+            /// Of a symbolic link.
+            ///
+            /// Field 7: `link_target`
+            #[must_use]
+            pub fn link_target(&self) -> &'_ [u8] {
+                self.0.reborrow().link_target
+            }
+            /// Bytes that it takes on the disk.
+            ///
+            /// Field 8: `allocated_bytes`
+            #[must_use]
+            pub fn allocated_bytes(&self) -> u64 {
+                self.0.reborrow().allocated_bytes
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileInfoView<'static>>>
+        for FileInfoOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileInfoView<'static>>) -> Self {
+                FileInfoOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileInfoOwnedView>
+        for ::buffa::OwnedView<FileInfoView<'static>> {
+            fn from(wrapper: FileInfoOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileInfoView<'static>>>
+        for FileInfoOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileInfoView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileInfo {
+            type View<'a> = FileInfoView<'a>;
+            type ViewHandle = FileInfoOwnedView;
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct FileDoneView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileDoneView<'a> {
+            type Owned = super::super::FileDone;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileDone, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileDone, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileDone {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileDoneView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileDoneView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileDone";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileDone";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileDone";
+        }
+        ::buffa::impl_default_view_instance!(FileDoneView);
+        ::buffa::impl_view_reborrow!(FileDoneView);
+        /** Self-contained, `'static` owned view of a `FileDone` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileDoneView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileDoneView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileDoneOwnedView(::buffa::OwnedView<FileDoneView<'static>>);
+        impl FileDoneOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileDoneOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileDoneOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileDone,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileDoneOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileDoneView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileDoneView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileDone {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileDoneView<'static>>>
+        for FileDoneOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileDoneView<'static>>) -> Self {
+                FileDoneOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileDoneOwnedView>
+        for ::buffa::OwnedView<FileDoneView<'static>> {
+            fn from(wrapper: FileDoneOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileDoneView<'static>>>
+        for FileDoneOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileDoneView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileDone {
+            type View<'a> = FileDoneView<'a>;
+            type ViewHandle = FileDoneOwnedView;
+        }
+        /// Asks for a tree: answered with `FileDone`, and then the other side is its sender. A link at the path itself is followed, links
+        /// below are sent as links.
+        #[derive(Clone, Debug, Default)]
+        pub struct SendFilesView<'a> {
+            /// Field 1: `path`
+            pub path: &'a [u8],
+            /// Entries and hashes only.
+            ///
+            /// Field 2: `without_content`
+            pub without_content: bool,
+            /// Leave out files and links up to this path, which an earlier transfer has written.
+            ///
+            /// Field 3: `after`
+            pub after: &'a [u8],
+            /// Field 4: `has_after`
+            pub has_after: bool,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for SendFilesView<'a> {
+            type Owned = super::super::SendFiles;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.path = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.without_content = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.after = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.has_after = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::SendFiles, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::SendFiles, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::SendFiles {
+                    path: (self.path).to_vec(),
+                    without_content: self.without_content,
+                    after: (self.after).to_vec(),
+                    has_after: self.has_after,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for SendFilesView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.path.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+                }
+                if self.without_content {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
+                if !self.after.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.after) as u64;
+                }
+                if self.has_after {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.path.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+                }
+                if self.without_content {
+                    ::buffa::types::put_bool_field(2u32, self.without_content, buf);
+                }
+                if !self.after.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(3u32, &self.after, buf);
+                }
+                if self.has_after {
+                    ::buffa::types::put_bool_field(4u32, self.has_after, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for SendFilesView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "SendFiles";
+            const FULL_NAME: &'static str = "cloister.guest.v1.SendFiles";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.SendFiles";
+        }
+        ::buffa::impl_default_view_instance!(SendFilesView);
+        ::buffa::impl_view_reborrow!(SendFilesView);
+        /** Self-contained, `'static` owned view of a `SendFiles` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`SendFilesView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`SendFilesView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct SendFilesOwnedView(::buffa::OwnedView<SendFilesView<'static>>);
+        impl SendFilesOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    SendFilesOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    SendFilesOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::SendFiles,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    SendFilesOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`SendFilesView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &SendFilesView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::SendFiles {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `path`
+            #[must_use]
+            pub fn path(&self) -> &'_ [u8] {
+                self.0.reborrow().path
+            }
+            /// Entries and hashes only.
+            ///
+            /// Field 2: `without_content`
+            #[must_use]
+            pub fn without_content(&self) -> bool {
+                self.0.reborrow().without_content
+            }
+            /// Leave out files and links up to this path, which an earlier transfer has written.
+            ///
+            /// Field 3: `after`
+            #[must_use]
+            pub fn after(&self) -> &'_ [u8] {
+                self.0.reborrow().after
+            }
+            /// Field 4: `has_after`
+            #[must_use]
+            pub fn has_after(&self) -> bool {
+                self.0.reborrow().has_after
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<SendFilesView<'static>>>
+        for SendFilesOwnedView {
+            fn from(inner: ::buffa::OwnedView<SendFilesView<'static>>) -> Self {
+                SendFilesOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<SendFilesOwnedView>
+        for ::buffa::OwnedView<SendFilesView<'static>> {
+            fn from(wrapper: SendFilesOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<SendFilesView<'static>>>
+        for SendFilesOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<SendFilesView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::SendFiles {
+            type View<'a> = SendFilesView<'a>;
+            type ViewHandle = SendFilesOwnedView;
+        }
+        /// Says that a tree comes: this side is its sender. Answered with `FileDone`.
+        #[derive(Clone, Debug, Default)]
+        pub struct ReceiveFilesView<'a> {
+            /// The directory that the entries' paths are below.
+            ///
+            /// Field 1: `path`
+            pub path: &'a [u8],
+            /// Make it, and its parents, when it is missing.
+            ///
+            /// Field 2: `make_path`
+            pub make_path: bool,
+            /// Refuse to replace files.
+            ///
+            /// Field 3: `keep_existing`
+            pub keep_existing: bool,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ReceiveFilesView<'a> {
+            type Owned = super::super::ReceiveFiles;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.path = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.make_path = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.keep_existing = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ReceiveFiles,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ReceiveFiles,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ReceiveFiles {
+                    path: (self.path).to_vec(),
+                    make_path: self.make_path,
+                    keep_existing: self.keep_existing,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ReceiveFilesView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.path.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+                }
+                if self.make_path {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
+                if self.keep_existing {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.path.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+                }
+                if self.make_path {
+                    ::buffa::types::put_bool_field(2u32, self.make_path, buf);
+                }
+                if self.keep_existing {
+                    ::buffa::types::put_bool_field(3u32, self.keep_existing, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for ReceiveFilesView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "ReceiveFiles";
+            const FULL_NAME: &'static str = "cloister.guest.v1.ReceiveFiles";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.ReceiveFiles";
+        }
+        ::buffa::impl_default_view_instance!(ReceiveFilesView);
+        ::buffa::impl_view_reborrow!(ReceiveFilesView);
+        /** Self-contained, `'static` owned view of a `ReceiveFiles` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ReceiveFilesView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ReceiveFilesView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ReceiveFilesOwnedView(::buffa::OwnedView<ReceiveFilesView<'static>>);
+        impl ReceiveFilesOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ReceiveFilesOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ReceiveFilesOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ReceiveFiles,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ReceiveFilesOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ReceiveFilesView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ReceiveFilesView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ReceiveFiles {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// The directory that the entries' paths are below.
+            ///
+            /// Field 1: `path`
+            #[must_use]
+            pub fn path(&self) -> &'_ [u8] {
+                self.0.reborrow().path
+            }
+            /// Make it, and its parents, when it is missing.
+            ///
+            /// Field 2: `make_path`
+            #[must_use]
+            pub fn make_path(&self) -> bool {
+                self.0.reborrow().make_path
+            }
+            /// Refuse to replace files.
+            ///
+            /// Field 3: `keep_existing`
+            #[must_use]
+            pub fn keep_existing(&self) -> bool {
+                self.0.reborrow().keep_existing
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ReceiveFilesView<'static>>>
+        for ReceiveFilesOwnedView {
+            fn from(inner: ::buffa::OwnedView<ReceiveFilesView<'static>>) -> Self {
+                ReceiveFilesOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ReceiveFilesOwnedView>
+        for ::buffa::OwnedView<ReceiveFilesView<'static>> {
+            fn from(wrapper: ReceiveFilesOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ReceiveFilesView<'static>>>
+        for ReceiveFilesOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ReceiveFilesView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ReceiveFiles {
+            type View<'a> = ReceiveFilesView<'a>;
+            type ViewHandle = ReceiveFilesOwnedView;
+        }
+        /// Sender to receiver: what comes next. Paths are relative, parents before children, siblings in the order of their bytes.
+        #[derive(Clone, Debug, Default)]
+        pub struct FileEntryView<'a> {
+            /// Field 1: `path`
+            pub path: &'a [u8],
+            /// Field 2: `info`
+            pub info: ::buffa::MessageFieldView<
+                super::super::__buffa::view::FileInfoView<'a>,
+            >,
+            /// The receiver answers `FileResume` and the sender goes on with `FileStart`: for files that are worth it.
+            ///
+            /// Field 3: `resumable`
+            pub resumable: bool,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileEntryView<'a> {
+            type Owned = super::super::FileEntry;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.path = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.info.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.info = ::buffa::MessageFieldView::set(
+                                    <super::super::__buffa::view::FileInfoView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.resumable = ::buffa::types::decode_bool(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileEntry, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileEntry, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileEntry {
+                    path: (self.path).to_vec(),
+                    info: match self.info.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::FileInfo,
+                                ::buffa::Inline<super::super::FileInfo>,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
+                    resumable: self.resumable,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileEntryView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.path.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+                }
+                if self.info.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.info.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
+                if self.resumable {
+                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                __cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.path.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+                }
+                if self.info.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        2u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.info.write_to(__cache, buf);
+                }
+                if self.resumable {
+                    ::buffa::types::put_bool_field(3u32, self.resumable, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileEntryView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileEntry";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileEntry";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileEntry";
+        }
+        ::buffa::impl_default_view_instance!(FileEntryView);
+        ::buffa::impl_view_reborrow!(FileEntryView);
+        /** Self-contained, `'static` owned view of a `FileEntry` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileEntryView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileEntryView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileEntryOwnedView(::buffa::OwnedView<FileEntryView<'static>>);
+        impl FileEntryOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileEntryOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileEntryOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileEntry,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileEntryOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileEntryView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileEntryView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileEntry {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `path`
+            #[must_use]
+            pub fn path(&self) -> &'_ [u8] {
+                self.0.reborrow().path
+            }
+            /// Field 2: `info`
+            #[must_use]
+            pub fn info(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::__buffa::view::FileInfoView<'_>,
+            > {
+                &self.0.reborrow().info
+            }
+            /// The receiver answers `FileResume` and the sender goes on with `FileStart`: for files that are worth it.
+            ///
+            /// Field 3: `resumable`
+            #[must_use]
+            pub fn resumable(&self) -> bool {
+                self.0.reborrow().resumable
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileEntryView<'static>>>
+        for FileEntryOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileEntryView<'static>>) -> Self {
+                FileEntryOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileEntryOwnedView>
+        for ::buffa::OwnedView<FileEntryView<'static>> {
+            fn from(wrapper: FileEntryOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileEntryView<'static>>>
+        for FileEntryOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileEntryView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileEntry {
+            type View<'a> = FileEntryView<'a>;
+            type ViewHandle = FileEntryOwnedView;
+        }
+        /// How much of the file an earlier transfer left, and its BLAKE3 hash.
+        #[derive(Clone, Debug, Default)]
+        pub struct FileResumeView<'a> {
+            /// Field 1: `offset`
+            pub offset: u64,
+            /// Field 2: `hash`
+            pub hash: &'a [u8],
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileResumeView<'a> {
+            type Owned = super::super::FileResume;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.offset = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.hash = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileResume, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileResume, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileResume {
+                    offset: self.offset,
+                    hash: (self.hash).to_vec(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileResumeView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.offset != 0u64 {
+                    size
+                        += 1u64 + ::buffa::types::uint64_encoded_len(self.offset) as u64;
+                }
+                if !self.hash.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.hash) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.offset != 0u64 {
+                    ::buffa::types::put_uint64_field(1u32, self.offset, buf);
+                }
+                if !self.hash.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(2u32, &self.hash, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileResumeView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileResume";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileResume";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileResume";
+        }
+        ::buffa::impl_default_view_instance!(FileResumeView);
+        ::buffa::impl_view_reborrow!(FileResumeView);
+        /** Self-contained, `'static` owned view of a `FileResume` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileResumeView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileResumeView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileResumeOwnedView(::buffa::OwnedView<FileResumeView<'static>>);
+        impl FileResumeOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileResumeOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileResumeOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileResume,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileResumeOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileResumeView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileResumeView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileResume {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `offset`
+            #[must_use]
+            pub fn offset(&self) -> u64 {
+                self.0.reborrow().offset
+            }
+            /// Field 2: `hash`
+            #[must_use]
+            pub fn hash(&self) -> &'_ [u8] {
+                self.0.reborrow().hash
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileResumeView<'static>>>
+        for FileResumeOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileResumeView<'static>>) -> Self {
+                FileResumeOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileResumeOwnedView>
+        for ::buffa::OwnedView<FileResumeView<'static>> {
+            fn from(wrapper: FileResumeOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileResumeView<'static>>>
+        for FileResumeOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileResumeView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileResume {
+            type View<'a> = FileResumeView<'a>;
+            type ViewHandle = FileResumeOwnedView;
+        }
+        /// Where the content goes on: at the offset that was offered, or at zero.
+        #[derive(Clone, Debug, Default)]
+        pub struct FileStartView<'a> {
+            /// Field 1: `offset`
+            pub offset: u64,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileStartView<'a> {
+            type Owned = super::super::FileStart;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.offset = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileStart, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileStart, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileStart {
+                    offset: self.offset,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileStartView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.offset != 0u64 {
+                    size
+                        += 1u64 + ::buffa::types::uint64_encoded_len(self.offset) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.offset != 0u64 {
+                    ::buffa::types::put_uint64_field(1u32, self.offset, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileStartView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileStart";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileStart";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileStart";
+        }
+        ::buffa::impl_default_view_instance!(FileStartView);
+        ::buffa::impl_view_reborrow!(FileStartView);
+        /** Self-contained, `'static` owned view of a `FileStart` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileStartView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileStartView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileStartOwnedView(::buffa::OwnedView<FileStartView<'static>>);
+        impl FileStartOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileStartOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileStartOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileStart,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileStartOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileStartView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileStartView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileStart {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `offset`
+            #[must_use]
+            pub fn offset(&self) -> u64 {
+                self.0.reborrow().offset
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileStartView<'static>>>
+        for FileStartOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileStartView<'static>>) -> Self {
+                FileStartOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileStartOwnedView>
+        for ::buffa::OwnedView<FileStartView<'static>> {
+            fn from(wrapper: FileStartOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileStartView<'static>>>
+        for FileStartOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileStartView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileStart {
+            type View<'a> = FileStartView<'a>;
+            type ViewHandle = FileStartOwnedView;
+        }
+        /// Bytes that are left out between two pieces are zero.
+        #[derive(Clone, Debug, Default)]
+        pub struct FileDataView<'a> {
+            /// Field 1: `offset`
+            pub offset: u64,
+            /// Field 2: `data`
+            pub data: &'a [u8],
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileDataView<'a> {
+            type Owned = super::super::FileData;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.offset = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.data = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileData, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileData, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileData {
+                    offset: self.offset,
+                    data: (self.data).to_vec(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileDataView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.offset != 0u64 {
+                    size
+                        += 1u64 + ::buffa::types::uint64_encoded_len(self.offset) as u64;
+                }
+                if !self.data.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.data) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.offset != 0u64 {
+                    ::buffa::types::put_uint64_field(1u32, self.offset, buf);
+                }
+                if !self.data.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(2u32, &self.data, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileDataView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileData";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileData";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileData";
+        }
+        ::buffa::impl_default_view_instance!(FileDataView);
+        ::buffa::impl_view_reborrow!(FileDataView);
+        /** Self-contained, `'static` owned view of a `FileData` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileDataView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileDataView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileDataOwnedView(::buffa::OwnedView<FileDataView<'static>>);
+        impl FileDataOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileDataOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileDataOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileData,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileDataOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileDataView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileDataView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileData {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `offset`
+            #[must_use]
+            pub fn offset(&self) -> u64 {
+                self.0.reborrow().offset
+            }
+            /// Field 2: `data`
+            #[must_use]
+            pub fn data(&self) -> &'_ [u8] {
+                self.0.reborrow().data
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileDataView<'static>>>
+        for FileDataOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileDataView<'static>>) -> Self {
+                FileDataOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileDataOwnedView>
+        for ::buffa::OwnedView<FileDataView<'static>> {
+            fn from(wrapper: FileDataOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileDataView<'static>>>
+        for FileDataOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileDataView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileData {
+            type View<'a> = FileDataView<'a>;
+            type ViewHandle = FileDataOwnedView;
+        }
+        /// The file is complete. `hash` is BLAKE3 of all of it; a file of another hash is not put in its place.
+        #[derive(Clone, Debug, Default)]
+        pub struct FileEndView<'a> {
+            /// Field 1: `hash`
+            pub hash: &'a [u8],
+            /// The sender could not read it to its end: what came is dropped.
+            ///
+            /// Field 2: `aborted`
+            pub aborted: &'a str,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileEndView<'a> {
+            type Owned = super::super::FileEnd;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.hash = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.aborted = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::FileEnd, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::FileEnd, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileEnd {
+                    hash: (self.hash).to_vec(),
+                    aborted: self.aborted.to_string(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileEndView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.hash.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.hash) as u64;
+                }
+                if !self.aborted.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.aborted) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.hash.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.hash, buf);
+                }
+                if !self.aborted.is_empty() {
+                    ::buffa::types::put_string_field(2u32, &self.aborted, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileEndView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileEnd";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileEnd";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileEnd";
+        }
+        ::buffa::impl_default_view_instance!(FileEndView);
+        ::buffa::impl_view_reborrow!(FileEndView);
+        /** Self-contained, `'static` owned view of a `FileEnd` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileEndView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileEndView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileEndOwnedView(::buffa::OwnedView<FileEndView<'static>>);
+        impl FileEndOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileEndOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileEndOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileEnd,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileEndOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileEndView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileEndView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileEnd {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `hash`
+            #[must_use]
+            pub fn hash(&self) -> &'_ [u8] {
+                self.0.reborrow().hash
+            }
+            /// The sender could not read it to its end: what came is dropped.
+            ///
+            /// Field 2: `aborted`
+            #[must_use]
+            pub fn aborted(&self) -> &'_ str {
+                self.0.reborrow().aborted
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileEndView<'static>>>
+        for FileEndOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileEndView<'static>>) -> Self {
+                FileEndOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileEndOwnedView>
+        for ::buffa::OwnedView<FileEndView<'static>> {
+            fn from(wrapper: FileEndOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileEndView<'static>>>
+        for FileEndOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileEndView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileEnd {
+            type View<'a> = FileEndView<'a>;
+            type ViewHandle = FileEndOwnedView;
+        }
+        /// Either way: something about one path that does not end the transfer.
+        #[derive(Clone, Debug, Default)]
+        pub struct FileProblemView<'a> {
+            /// Field 1: `path`
+            pub path: &'a [u8],
+            /// Field 2: `message`
+            pub message: &'a str,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FileProblemView<'a> {
+            type Owned = super::super::FileProblem;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.path = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.message = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::FileProblem,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::FileProblem,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FileProblem {
+                    path: (self.path).to_vec(),
+                    message: self.message.to_string(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FileProblemView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.path.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+                }
+                if !self.message.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.message) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.path.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+                }
+                if !self.message.is_empty() {
+                    ::buffa::types::put_string_field(2u32, &self.message, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FileProblemView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FileProblem";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FileProblem";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FileProblem";
+        }
+        ::buffa::impl_default_view_instance!(FileProblemView);
+        ::buffa::impl_view_reborrow!(FileProblemView);
+        /** Self-contained, `'static` owned view of a `FileProblem` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FileProblemView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FileProblemView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FileProblemOwnedView(::buffa::OwnedView<FileProblemView<'static>>);
+        impl FileProblemOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileProblemOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileProblemOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FileProblem,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FileProblemOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FileProblemView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FileProblemView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FileProblem {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `path`
+            #[must_use]
+            pub fn path(&self) -> &'_ [u8] {
+                self.0.reborrow().path
+            }
+            /// Field 2: `message`
+            #[must_use]
+            pub fn message(&self) -> &'_ str {
+                self.0.reborrow().message
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FileProblemView<'static>>>
+        for FileProblemOwnedView {
+            fn from(inner: ::buffa::OwnedView<FileProblemView<'static>>) -> Self {
+                FileProblemOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FileProblemOwnedView>
+        for ::buffa::OwnedView<FileProblemView<'static>> {
+            fn from(wrapper: FileProblemOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FileProblemView<'static>>>
+        for FileProblemOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FileProblemView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FileProblem {
+            type View<'a> = FileProblemView<'a>;
+            type ViewHandle = FileProblemOwnedView;
+        }
+        /// Receiver to sender, now and then: everything up to here is in its place.
+        #[derive(Clone, Debug, Default)]
+        pub struct FilesWrittenView<'a> {
+            /// Field 1: `path`
+            pub path: &'a [u8],
+            /// Field 2: `entries`
+            pub entries: u64,
+            /// Field 3: `bytes`
+            pub bytes: u64,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FilesWrittenView<'a> {
+            type Owned = super::super::FilesWritten;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.path = ::buffa::types::borrow_bytes(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.entries = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.bytes = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::FilesWritten,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::FilesWritten,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FilesWritten {
+                    path: (self.path).to_vec(),
+                    entries: self.entries,
+                    bytes: self.bytes,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FilesWrittenView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.path.is_empty() {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
+                }
+                if self.entries != 0u64 {
+                    size
+                        += 1u64
+                            + ::buffa::types::uint64_encoded_len(self.entries) as u64;
+                }
+                if self.bytes != 0u64 {
+                    size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.path.is_empty() {
+                    ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
+                }
+                if self.entries != 0u64 {
+                    ::buffa::types::put_uint64_field(2u32, self.entries, buf);
+                }
+                if self.bytes != 0u64 {
+                    ::buffa::types::put_uint64_field(3u32, self.bytes, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for FilesWrittenView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "FilesWritten";
+            const FULL_NAME: &'static str = "cloister.guest.v1.FilesWritten";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.FilesWritten";
+        }
+        ::buffa::impl_default_view_instance!(FilesWrittenView);
+        ::buffa::impl_view_reborrow!(FilesWrittenView);
+        /** Self-contained, `'static` owned view of a `FilesWritten` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FilesWrittenView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FilesWrittenView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FilesWrittenOwnedView(::buffa::OwnedView<FilesWrittenView<'static>>);
+        impl FilesWrittenOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesWrittenOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesWrittenOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FilesWritten,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesWrittenOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FilesWrittenView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FilesWrittenView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FilesWritten {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `path`
+            #[must_use]
+            pub fn path(&self) -> &'_ [u8] {
+                self.0.reborrow().path
+            }
+            /// Field 2: `entries`
+            #[must_use]
+            pub fn entries(&self) -> u64 {
+                self.0.reborrow().entries
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FilesWrittenView<'static>>>
+        for FilesWrittenOwnedView {
+            fn from(inner: ::buffa::OwnedView<FilesWrittenView<'static>>) -> Self {
+                FilesWrittenOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FilesWrittenOwnedView>
+        for ::buffa::OwnedView<FilesWrittenView<'static>> {
+            fn from(wrapper: FilesWrittenOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FilesWrittenView<'static>>>
+        for FilesWrittenOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FilesWrittenView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FilesWritten {
+            type View<'a> = FilesWrittenView<'a>;
+            type ViewHandle = FilesWrittenOwnedView;
+        }
+        /// The sender has no more; the receiver answers with the same when all of it is in its place.
+        #[derive(Clone, Debug, Default)]
+        pub struct TransferEndView<'a> {
+            /// Field 1: `entries`
+            pub entries: u64,
+            /// Field 2: `bytes`
+            pub bytes: u64,
+            /// Field 3: `problems`
+            pub problems: u64,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for TransferEndView<'a> {
+            type Owned = super::super::TransferEnd;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.entries = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.bytes = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    3u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.problems = ::buffa::types::decode_uint64(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::TransferEnd,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::TransferEnd,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::TransferEnd {
+                    entries: self.entries,
+                    bytes: self.bytes,
+                    problems: self.problems,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for TransferEndView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.entries != 0u64 {
+                    size
+                        += 1u64
+                            + ::buffa::types::uint64_encoded_len(self.entries) as u64;
+                }
+                if self.bytes != 0u64 {
+                    size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
+                }
+                if self.problems != 0u64 {
+                    size
+                        += 1u64
+                            + ::buffa::types::uint64_encoded_len(self.problems) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.entries != 0u64 {
+                    ::buffa::types::put_uint64_field(1u32, self.entries, buf);
+                }
+                if self.bytes != 0u64 {
+                    ::buffa::types::put_uint64_field(2u32, self.bytes, buf);
+                }
+                if self.problems != 0u64 {
+                    ::buffa::types::put_uint64_field(3u32, self.problems, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        impl<'a> ::buffa::MessageName for TransferEndView<'a> {
+            const PACKAGE: &'static str = "cloister.guest.v1";
+            const NAME: &'static str = "TransferEnd";
+            const FULL_NAME: &'static str = "cloister.guest.v1.TransferEnd";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.guest.v1.TransferEnd";
+        }
+        ::buffa::impl_default_view_instance!(TransferEndView);
+        ::buffa::impl_view_reborrow!(TransferEndView);
+        /** Self-contained, `'static` owned view of a `TransferEnd` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`TransferEndView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`TransferEndView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct TransferEndOwnedView(::buffa::OwnedView<TransferEndView<'static>>);
+        impl TransferEndOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TransferEndOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TransferEndOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::TransferEnd,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    TransferEndOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`TransferEndView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &TransferEndView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::TransferEnd {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `entries`
+            #[must_use]
+            pub fn entries(&self) -> u64 {
+                self.0.reborrow().entries
+            }
+            /// Field 3: `problems`
+            #[must_use]
+            pub fn problems(&self) -> u64 {
+                self.0.reborrow().problems
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<TransferEndView<'static>>>
+        for TransferEndOwnedView {
+            fn from(inner: ::buffa::OwnedView<TransferEndView<'static>>) -> Self {
+                TransferEndOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<TransferEndOwnedView>
+        for ::buffa::OwnedView<TransferEndView<'static>> {
+            fn from(wrapper: TransferEndOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<TransferEndView<'static>>>
+        for TransferEndOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<TransferEndView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::TransferEnd {
+            type View<'a> = TransferEndView<'a>;
+            type ViewHandle = TransferEndOwnedView;
+        }
         pub mod oneof {
             #[allow(unused_imports)]
             use super::*;
@@ -15175,6 +23430,13 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::ResizeExecView<'a>,
                         >,
                     ),
+                    OpenChannel(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::OpenChannelView<
+                                'a,
+                            >,
+                        >,
+                    ),
                     Exec(
                         ::buffa::alloc::boxed::Box<
                             super::super::super::super::__buffa::view::ExecView<'a>,
@@ -15234,6 +23496,105 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::ResizedView<'a>,
                         >,
                     ),
+                    ChannelOpened(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ChannelOpenedView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    StatFile(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::StatFileView<'a>,
+                        >,
+                    ),
+                    SendFiles(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::SendFilesView<'a>,
+                        >,
+                    ),
+                    ReceiveFiles(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ReceiveFilesView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    FileInfo(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileInfoView<'a>,
+                        >,
+                    ),
+                    FileDone(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileDoneView<'a>,
+                        >,
+                    ),
+                    FileEntry(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileEntryView<'a>,
+                        >,
+                    ),
+                    FileResume(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileResumeView<'a>,
+                        >,
+                    ),
+                    FileStart(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileStartView<'a>,
+                        >,
+                    ),
+                    FileData(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileDataView<'a>,
+                        >,
+                    ),
+                    FileEnd(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileEndView<'a>,
+                        >,
+                    ),
+                    FileProblem(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FileProblemView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    FilesWritten(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FilesWrittenView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    TransferEnd(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::TransferEndView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                }
+            }
+            pub mod open_channel {
+                #[allow(unused_imports)]
+                use super::*;
+                #[derive(Clone, Debug)]
+                pub enum Target<'a> {
+                    Files(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FilesTargetView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    Port(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::PortTargetView<'a>,
+                        >,
+                    ),
                 }
             }
         }
@@ -15267,6 +23628,9 @@ pub mod __buffa {
                     ::buffa::alloc::boxed::Box<super::super::super::ClaimSandbox>,
                 ),
                 ResizeExec(::buffa::alloc::boxed::Box<super::super::super::ResizeExec>),
+                OpenChannel(
+                    ::buffa::alloc::boxed::Box<super::super::super::OpenChannel>,
+                ),
                 Exec(::buffa::alloc::boxed::Box<super::super::super::Exec>),
                 ExecList(::buffa::alloc::boxed::Box<super::super::super::ExecList>),
                 Output(::buffa::alloc::boxed::Box<super::super::super::Output>),
@@ -15282,6 +23646,30 @@ pub mod __buffa {
                 ),
                 End(::buffa::alloc::boxed::Box<super::super::super::End>),
                 Resized(::buffa::alloc::boxed::Box<super::super::super::Resized>),
+                ChannelOpened(
+                    ::buffa::alloc::boxed::Box<super::super::super::ChannelOpened>,
+                ),
+                StatFile(::buffa::alloc::boxed::Box<super::super::super::StatFile>),
+                SendFiles(::buffa::alloc::boxed::Box<super::super::super::SendFiles>),
+                ReceiveFiles(
+                    ::buffa::alloc::boxed::Box<super::super::super::ReceiveFiles>,
+                ),
+                FileInfo(::buffa::alloc::boxed::Box<super::super::super::FileInfo>),
+                FileDone(::buffa::alloc::boxed::Box<super::super::super::FileDone>),
+                FileEntry(::buffa::alloc::boxed::Box<super::super::super::FileEntry>),
+                FileResume(::buffa::alloc::boxed::Box<super::super::super::FileResume>),
+                FileStart(::buffa::alloc::boxed::Box<super::super::super::FileStart>),
+                FileData(::buffa::alloc::boxed::Box<super::super::super::FileData>),
+                FileEnd(::buffa::alloc::boxed::Box<super::super::super::FileEnd>),
+                FileProblem(
+                    ::buffa::alloc::boxed::Box<super::super::super::FileProblem>,
+                ),
+                FilesWritten(
+                    ::buffa::alloc::boxed::Box<super::super::super::FilesWritten>,
+                ),
+                TransferEnd(
+                    ::buffa::alloc::boxed::Box<super::super::super::TransferEnd>,
+                ),
             }
             impl ::buffa::Oneof for Message {}
             impl From<super::super::super::Hello> for Message {
@@ -15446,6 +23834,17 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::OpenChannel> for Message {
+                fn from(v: super::super::super::OpenChannel) -> Self {
+                    Self::OpenChannel(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::OpenChannel>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::OpenChannel) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
             impl From<super::super::super::Exec> for Message {
                 fn from(v: super::super::super::Exec) -> Self {
                     Self::Exec(::buffa::alloc::boxed::Box::new(v))
@@ -15558,6 +23957,191 @@ pub mod __buffa {
             impl From<super::super::super::Resized> for ::core::option::Option<Message> {
                 fn from(v: super::super::super::Resized) -> Self {
                     Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::ChannelOpened> for Message {
+                fn from(v: super::super::super::ChannelOpened) -> Self {
+                    Self::ChannelOpened(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ChannelOpened>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ChannelOpened) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::StatFile> for Message {
+                fn from(v: super::super::super::StatFile) -> Self {
+                    Self::StatFile(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::StatFile>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::StatFile) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::SendFiles> for Message {
+                fn from(v: super::super::super::SendFiles) -> Self {
+                    Self::SendFiles(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::SendFiles>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::SendFiles) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::ReceiveFiles> for Message {
+                fn from(v: super::super::super::ReceiveFiles) -> Self {
+                    Self::ReceiveFiles(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ReceiveFiles>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ReceiveFiles) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileInfo> for Message {
+                fn from(v: super::super::super::FileInfo) -> Self {
+                    Self::FileInfo(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileInfo>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileInfo) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileDone> for Message {
+                fn from(v: super::super::super::FileDone) -> Self {
+                    Self::FileDone(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileDone>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileDone) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileEntry> for Message {
+                fn from(v: super::super::super::FileEntry) -> Self {
+                    Self::FileEntry(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileEntry>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileEntry) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileResume> for Message {
+                fn from(v: super::super::super::FileResume) -> Self {
+                    Self::FileResume(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileResume>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileResume) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileStart> for Message {
+                fn from(v: super::super::super::FileStart) -> Self {
+                    Self::FileStart(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileStart>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileStart) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileData> for Message {
+                fn from(v: super::super::super::FileData) -> Self {
+                    Self::FileData(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileData>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileData) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileEnd> for Message {
+                fn from(v: super::super::super::FileEnd) -> Self {
+                    Self::FileEnd(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileEnd> for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileEnd) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FileProblem> for Message {
+                fn from(v: super::super::super::FileProblem) -> Self {
+                    Self::FileProblem(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FileProblem>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FileProblem) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::FilesWritten> for Message {
+                fn from(v: super::super::super::FilesWritten) -> Self {
+                    Self::FilesWritten(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FilesWritten>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::FilesWritten) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::TransferEnd> for Message {
+                fn from(v: super::super::super::TransferEnd) -> Self {
+                    Self::TransferEnd(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::TransferEnd>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::TransferEnd) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+        }
+        pub mod open_channel {
+            #[allow(unused_imports)]
+            use super::*;
+            #[derive(Clone, PartialEq, Debug)]
+            pub enum Target {
+                Files(::buffa::alloc::boxed::Box<super::super::super::FilesTarget>),
+                Port(::buffa::alloc::boxed::Box<super::super::super::PortTarget>),
+            }
+            impl ::buffa::Oneof for Target {}
+            impl From<super::super::super::FilesTarget> for Target {
+                fn from(v: super::super::super::FilesTarget) -> Self {
+                    Self::Files(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FilesTarget>
+            for ::core::option::Option<Target> {
+                fn from(v: super::super::super::FilesTarget) -> Self {
+                    Self::Some(Target::from(v))
+                }
+            }
+            impl From<super::super::super::PortTarget> for Target {
+                fn from(v: super::super::super::PortTarget) -> Self {
+                    Self::Port(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::PortTarget>
+            for ::core::option::Option<Target> {
+                fn from(v: super::super::super::PortTarget) -> Self {
+                    Self::Some(Target::from(v))
                 }
             }
         }
@@ -15687,3 +24271,71 @@ pub use self::__buffa::view::SandboxOwnedView;
 pub use self::__buffa::view::SandboxExitView;
 #[doc(inline)]
 pub use self::__buffa::view::SandboxExitOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::OpenChannelView;
+#[doc(inline)]
+pub use self::__buffa::view::OpenChannelOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FilesTargetView;
+#[doc(inline)]
+pub use self::__buffa::view::FilesTargetOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::PortTargetView;
+#[doc(inline)]
+pub use self::__buffa::view::PortTargetOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelOpenedView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelOpenedOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::StatFileView;
+#[doc(inline)]
+pub use self::__buffa::view::StatFileOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileInfoView;
+#[doc(inline)]
+pub use self::__buffa::view::FileInfoOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileDoneView;
+#[doc(inline)]
+pub use self::__buffa::view::FileDoneOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::SendFilesView;
+#[doc(inline)]
+pub use self::__buffa::view::SendFilesOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ReceiveFilesView;
+#[doc(inline)]
+pub use self::__buffa::view::ReceiveFilesOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileEntryView;
+#[doc(inline)]
+pub use self::__buffa::view::FileEntryOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileResumeView;
+#[doc(inline)]
+pub use self::__buffa::view::FileResumeOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileStartView;
+#[doc(inline)]
+pub use self::__buffa::view::FileStartOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileDataView;
+#[doc(inline)]
+pub use self::__buffa::view::FileDataOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileEndView;
+#[doc(inline)]
+pub use self::__buffa::view::FileEndOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FileProblemView;
+#[doc(inline)]
+pub use self::__buffa::view::FileProblemOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FilesWrittenView;
+#[doc(inline)]
+pub use self::__buffa::view::FilesWrittenOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::TransferEndView;
+#[doc(inline)]
+pub use self::__buffa::view::TransferEndOwnedView;

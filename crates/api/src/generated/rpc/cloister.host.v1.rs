@@ -6753,6 +6753,14 @@ pub struct OpenStream {
         skip_serializing_if = "::buffa::json_helpers::skip_if::is_false"
     )]
     pub no_follow: bool,
+    /// Open this and carry its bytes; nothing of the above but the ids is looked at then.
+    ///
+    /// Field 7: `channel`
+    #[serde(
+        rename = "channel",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_unset_message_field"
+    )]
+    pub channel: ::buffa::MessageField<ChannelTarget, ::buffa::Inline<ChannelTarget>>,
     #[serde(skip)]
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -6766,6 +6774,7 @@ impl ::core::fmt::Debug for OpenStream {
             .field("exec_id", &self.exec_id)
             .field("from_offset", &self.from_offset)
             .field("no_follow", &self.no_follow)
+            .field("channel", &self.channel)
             .finish()
     }
 }
@@ -6819,6 +6828,14 @@ impl ::buffa::Message for OpenStream {
         if self.no_follow {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
+        if self.channel.is_set() {
+            let __slot = __cache.reserve();
+            let inner_size = self.channel.compute_size(__cache);
+            __cache.set(__slot, inner_size);
+            size
+                += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                    + inner_size as u64;
+        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -6851,6 +6868,14 @@ impl ::buffa::Message for OpenStream {
         }
         if self.no_follow {
             ::buffa::types::put_bool_field(6u32, self.no_follow, buf);
+        }
+        if self.channel.is_set() {
+            ::buffa::types::put_len_delimited_header(
+                7u32,
+                u64::from(__cache.consume_next()),
+                buf,
+            );
+            self.channel.write_to(__cache, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -6911,6 +6936,17 @@ impl ::buffa::Message for OpenStream {
                 )?;
                 self.no_follow = ::buffa::types::decode_bool(buf)?;
             }
+            7u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::Message::merge_length_delimited(
+                    self.channel.get_or_insert_default(),
+                    buf,
+                    ctx,
+                )?;
+            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -6925,6 +6961,7 @@ impl ::buffa::Message for OpenStream {
         self.exec_id.clear();
         self.from_offset = 0u64;
         self.no_follow = false;
+        self.channel = ::buffa::MessageField::none();
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -6955,6 +6992,744 @@ pub const __OPEN_STREAM_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa
     type_url: "type.googleapis.com/cloister.host.v1.OpenStream",
     to_json: ::buffa::type_registry::any_to_json::<OpenStream>,
     from_json: ::buffa::type_registry::any_from_json::<OpenStream>,
+    is_wkt: false,
+};
+/// What a channel leads to in a sandbox.
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize)]
+#[serde(default)]
+pub struct ChannelTarget {
+    #[serde(flatten)]
+    pub target: ::core::option::Option<__buffa::oneof::channel_target::Target>,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ChannelTarget {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ChannelTarget").field("target", &self.target).finish()
+    }
+}
+impl ChannelTarget {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelTarget";
+}
+::buffa::impl_default_instance!(ChannelTarget);
+impl ::buffa::MessageName for ChannelTarget {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "ChannelTarget";
+    const FULL_NAME: &'static str = "cloister.host.v1.ChannelTarget";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelTarget";
+}
+impl ::buffa::Message for ChannelTarget {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if let ::core::option::Option::Some(ref v) = self.target {
+            match v {
+                __buffa::oneof::channel_target::Target::Files(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::channel_target::Target::Port(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+            }
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        __cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if let ::core::option::Option::Some(ref v) = self.target {
+            match v {
+                __buffa::oneof::channel_target::Target::Files(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        1u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::channel_target::Target::Port(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        2u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+            }
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::channel_target::Target::Files(ref mut existing),
+                ) = self.target
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.target = ::core::option::Option::Some(
+                        __buffa::oneof::channel_target::Target::Files(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            2u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::channel_target::Target::Port(ref mut existing),
+                ) = self.target
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.target = ::core::option::Option::Some(
+                        __buffa::oneof::channel_target::Target::Port(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.target = ::core::option::Option::None;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ChannelTarget {
+    const PROTO_FQN: &'static str = "cloister.host.v1.ChannelTarget";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl<'de> ::serde::Deserialize<'de> for ChannelTarget {
+    fn deserialize<D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        struct _V;
+        impl<'de> ::serde::de::Visitor<'de> for _V {
+            type Value = ChannelTarget;
+            fn expecting(
+                &self,
+                f: &mut ::core::fmt::Formatter<'_>,
+            ) -> ::core::fmt::Result {
+                f.write_str("struct ChannelTarget")
+            }
+            #[allow(clippy::field_reassign_with_default)]
+            fn visit_map<A: ::serde::de::MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> ::core::result::Result<ChannelTarget, A::Error> {
+                let mut __oneof_target: ::core::option::Option<
+                    __buffa::oneof::channel_target::Target,
+                > = None;
+                while let Some(key) = map.next_key::<::buffa::alloc::string::String>()? {
+                    match key.as_str() {
+                        "files" => {
+                            let v: ::core::option::Option<FilesTarget> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            FilesTarget,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_target.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'target'",
+                                        ),
+                                    );
+                                }
+                                __oneof_target = Some(
+                                    __buffa::oneof::channel_target::Target::Files(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "port" => {
+                            let v: ::core::option::Option<PortTarget> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            PortTarget,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_target.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'target'",
+                                        ),
+                                    );
+                                }
+                                __oneof_target = Some(
+                                    __buffa::oneof::channel_target::Target::Port(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        _ => {
+                            map.next_value::<::serde::de::IgnoredAny>()?;
+                        }
+                    }
+                }
+                let mut __r = <ChannelTarget as ::core::default::Default>::default();
+                __r.target = __oneof_target;
+                Ok(__r)
+            }
+        }
+        d.deserialize_map(_V)
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for ChannelTarget {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __CHANNEL_TARGET_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.ChannelTarget",
+    to_json: ::buffa::type_registry::any_to_json::<ChannelTarget>,
+    from_json: ::buffa::type_registry::any_from_json::<ChannelTarget>,
+    is_wkt: false,
+};
+pub mod channel_target {
+    #[allow(unused_imports)]
+    use super::*;
+    #[doc(inline)]
+    pub use super::__buffa::oneof::channel_target::Target;
+    #[doc(inline)]
+    pub use super::__buffa::view::oneof::channel_target::Target as TargetView;
+}
+/// Its files. What is said on the channel is in `cloister.guest.v1`.
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct FilesTarget {
+    /// As in `ExecSpec.user`.
+    ///
+    /// Field 1: `user`
+    #[serde(
+        rename = "user",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub user: ::buffa::alloc::string::String,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for FilesTarget {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("FilesTarget").field("user", &self.user).finish()
+    }
+}
+impl FilesTarget {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.FilesTarget";
+}
+::buffa::impl_default_instance!(FilesTarget);
+impl ::buffa::MessageName for FilesTarget {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "FilesTarget";
+    const FULL_NAME: &'static str = "cloister.host.v1.FilesTarget";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.FilesTarget";
+}
+impl ::buffa::Message for FilesTarget {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.user.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.user) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.user.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.user, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.user, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.user.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for FilesTarget {
+    const PROTO_FQN: &'static str = "cloister.host.v1.FilesTarget";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for FilesTarget {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __FILES_TARGET_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.FilesTarget",
+    to_json: ::buffa::type_registry::any_to_json::<FilesTarget>,
+    from_json: ::buffa::type_registry::any_from_json::<FilesTarget>,
+    is_wkt: false,
+};
+/// A TCP port that one of its programs listens on.
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct PortTarget {
+    /// Field 1: `port`
+    #[serde(
+        rename = "port",
+        with = "::buffa::json_helpers::uint32",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_zero_u32"
+    )]
+    pub port: u32,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for PortTarget {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("PortTarget").field("port", &self.port).finish()
+    }
+}
+impl PortTarget {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.PortTarget";
+}
+::buffa::impl_default_instance!(PortTarget);
+impl ::buffa::MessageName for PortTarget {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "PortTarget";
+    const FULL_NAME: &'static str = "cloister.host.v1.PortTarget";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.PortTarget";
+}
+impl ::buffa::Message for PortTarget {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if self.port != 0u32 {
+            size += 1u64 + ::buffa::types::uint32_encoded_len(self.port) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if self.port != 0u32 {
+            ::buffa::types::put_uint32_field(1u32, self.port, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::Varint,
+                )?;
+                self.port = ::buffa::types::decode_uint32(buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.port = 0u32;
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for PortTarget {
+    const PROTO_FQN: &'static str = "cloister.host.v1.PortTarget";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for PortTarget {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __PORT_TARGET_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.PortTarget",
+    to_json: ::buffa::type_registry::any_to_json::<PortTarget>,
+    from_json: ::buffa::type_registry::any_from_json::<PortTarget>,
+    is_wkt: false,
+};
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct ChannelOpened {
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ChannelOpened {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ChannelOpened").finish()
+    }
+}
+impl ChannelOpened {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelOpened";
+}
+::buffa::impl_default_instance!(ChannelOpened);
+impl ::buffa::MessageName for ChannelOpened {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "ChannelOpened";
+    const FULL_NAME: &'static str = "cloister.host.v1.ChannelOpened";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelOpened";
+}
+impl ::buffa::Message for ChannelOpened {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ChannelOpened {
+    const PROTO_FQN: &'static str = "cloister.host.v1.ChannelOpened";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for ChannelOpened {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __CHANNEL_OPENED_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.ChannelOpened",
+    to_json: ::buffa::type_registry::any_to_json::<ChannelOpened>,
+    from_json: ::buffa::type_registry::any_from_json::<ChannelOpened>,
+    is_wkt: false,
+};
+/// One direction of a channel is complete.
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct ChannelEnd {
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for ChannelEnd {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("ChannelEnd").finish()
+    }
+}
+impl ChannelEnd {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelEnd";
+}
+::buffa::impl_default_instance!(ChannelEnd);
+impl ::buffa::MessageName for ChannelEnd {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "ChannelEnd";
+    const FULL_NAME: &'static str = "cloister.host.v1.ChannelEnd";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelEnd";
+}
+impl ::buffa::Message for ChannelEnd {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for ChannelEnd {
+    const PROTO_FQN: &'static str = "cloister.host.v1.ChannelEnd";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for ChannelEnd {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __CHANNEL_END_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.ChannelEnd",
+    to_json: ::buffa::type_registry::any_to_json::<ChannelEnd>,
+    from_json: ::buffa::type_registry::any_from_json::<ChannelEnd>,
     is_wkt: false,
 };
 /// Host to coordinator on a byte stream.
@@ -7042,6 +7817,25 @@ impl ::buffa::Message for StreamRequest {
                         += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::stream_request::Message::ChannelOpened(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
+                __buffa::oneof::stream_request::Message::Data(x) => {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(x) as u64;
+                }
+                __buffa::oneof::stream_request::Message::DataEnd(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -7091,6 +7885,25 @@ impl ::buffa::Message for StreamRequest {
                 __buffa::oneof::stream_request::Message::End(x) => {
                     ::buffa::types::put_len_delimited_header(
                         5u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::stream_request::Message::ChannelOpened(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        6u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::stream_request::Message::Data(x) => {
+                    ::buffa::types::put_shared_bytes_field(7u32, x, buf);
+                }
+                __buffa::oneof::stream_request::Message::DataEnd(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        8u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -7206,6 +8019,59 @@ impl ::buffa::Message for StreamRequest {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::stream_request::Message::End(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            6u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::stream_request::Message::ChannelOpened(
+                        ref mut existing,
+                    ),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::stream_request::Message::ChannelOpened(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            7u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                self.message = ::core::option::Option::Some(
+                    __buffa::oneof::stream_request::Message::Data(
+                        ::buffa::types::decode_bytes(buf)?,
+                    ),
+                );
+            }
+            8u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::stream_request::Message::DataEnd(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::stream_request::Message::DataEnd(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -7374,6 +8240,87 @@ impl<'de> ::serde::Deserialize<'de> for StreamRequest {
                                 }
                                 __oneof_message = Some(
                                     __buffa::oneof::stream_request::Message::End(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "channelOpened" | "channel_opened" => {
+                            let v: ::core::option::Option<ChannelOpened> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            ChannelOpened,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::stream_request::Message::ChannelOpened(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "data" => {
+                            struct _DeserSeed;
+                            impl<'de> ::serde::de::DeserializeSeed<'de> for _DeserSeed {
+                                type Value = ::buffa::alloc::vec::Vec<u8>;
+                                fn deserialize<D: ::serde::Deserializer<'de>>(
+                                    self,
+                                    d: D,
+                                ) -> ::core::result::Result<
+                                    ::buffa::alloc::vec::Vec<u8>,
+                                    D::Error,
+                                > {
+                                    ::buffa::json_helpers::bytes::deserialize(d)
+                                }
+                            }
+                            let v: ::core::option::Option<
+                                ::buffa::alloc::vec::Vec<u8>,
+                            > = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(_DeserSeed),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::stream_request::Message::Data(v),
+                                );
+                            }
+                        }
+                        "dataEnd" | "data_end" => {
+                            let v: ::core::option::Option<ChannelEnd> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            ChannelEnd,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::stream_request::Message::DataEnd(
                                         ::buffa::alloc::boxed::Box::new(v),
                                     ),
                                 );
@@ -7741,6 +8688,17 @@ impl ::buffa::Message for StreamResponse {
                         += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::stream_response::Message::Data(x) => {
+                    size += 1u64 + ::buffa::types::bytes_encoded_len(x) as u64;
+                }
+                __buffa::oneof::stream_response::Message::DataEnd(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -7774,6 +8732,17 @@ impl ::buffa::Message for StreamResponse {
                 __buffa::oneof::stream_response::Message::Resize(x) => {
                     ::buffa::types::put_len_delimited_header(
                         3u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::stream_response::Message::Data(x) => {
+                    ::buffa::types::put_shared_bytes_field(4u32, x, buf);
+                }
+                __buffa::oneof::stream_response::Message::DataEnd(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        5u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -7849,6 +8818,37 @@ impl ::buffa::Message for StreamResponse {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::stream_response::Message::Resize(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                self.message = ::core::option::Option::Some(
+                    __buffa::oneof::stream_response::Message::Data(
+                        ::buffa::types::decode_bytes(buf)?,
+                    ),
+                );
+            }
+            5u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::stream_response::Message::DataEnd(ref mut existing),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::stream_response::Message::DataEnd(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -7965,6 +8965,63 @@ impl<'de> ::serde::Deserialize<'de> for StreamResponse {
                                 }
                                 __oneof_message = Some(
                                     __buffa::oneof::stream_response::Message::Resize(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "data" => {
+                            struct _DeserSeed;
+                            impl<'de> ::serde::de::DeserializeSeed<'de> for _DeserSeed {
+                                type Value = ::buffa::alloc::vec::Vec<u8>;
+                                fn deserialize<D: ::serde::Deserializer<'de>>(
+                                    self,
+                                    d: D,
+                                ) -> ::core::result::Result<
+                                    ::buffa::alloc::vec::Vec<u8>,
+                                    D::Error,
+                                > {
+                                    ::buffa::json_helpers::bytes::deserialize(d)
+                                }
+                            }
+                            let v: ::core::option::Option<
+                                ::buffa::alloc::vec::Vec<u8>,
+                            > = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(_DeserSeed),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::stream_response::Message::Data(v),
+                                );
+                            }
+                        }
+                        "dataEnd" | "data_end" => {
+                            let v: ::core::option::Option<ChannelEnd> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            ChannelEnd,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::stream_response::Message::DataEnd(
                                         ::buffa::alloc::boxed::Box::new(v),
                                     ),
                                 );
@@ -18769,6 +19826,12 @@ pub mod __buffa {
             pub from_offset: u64,
             /// Field 6: `no_follow`
             pub no_follow: bool,
+            /// Open this and carry its bytes; nothing of the above but the ids is looked at then.
+            ///
+            /// Field 7: `channel`
+            pub channel: ::buffa::MessageFieldView<
+                super::super::__buffa::view::ChannelTargetView<'a>,
+            >,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for OpenStreamView<'a> {
@@ -18867,6 +19930,31 @@ pub mod __buffa {
                         )?;
                         view.no_follow = ::buffa::types::decode_bool(&mut cur)?;
                     }
+                    7u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        match view.channel.as_mut() {
+                            Some(existing) => {
+                                ::buffa::MessageView::merge_into_view(
+                                    existing,
+                                    sub,
+                                    __sub_ctx,
+                                )?
+                            }
+                            None => {
+                                view.channel = ::buffa::MessageFieldView::set(
+                                    <super::super::__buffa::view::ChannelTargetView as ::buffa::MessageView>::decode_view_ctx(
+                                        sub,
+                                        __sub_ctx,
+                                    )?,
+                                );
+                            }
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -18904,6 +19992,15 @@ pub mod __buffa {
                     exec_id: self.exec_id.to_string(),
                     from_offset: self.from_offset,
                     no_follow: self.no_follow,
+                    channel: match self.channel.as_option() {
+                        Some(v) => {
+                            ::buffa::MessageField::<
+                                super::super::ChannelTarget,
+                                ::buffa::Inline<super::super::ChannelTarget>,
+                            >::some(v.to_owned_from_source(__buffa_src)?)
+                        }
+                        None => ::buffa::MessageField::none(),
+                    },
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -18951,6 +20048,14 @@ pub mod __buffa {
                 if self.no_follow {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
+                if self.channel.is_set() {
+                    let __slot = __cache.reserve();
+                    let inner_size = self.channel.compute_size(__cache);
+                    __cache.set(__slot, inner_size);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner_size as u64) as u64
+                            + inner_size as u64;
+                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -18984,6 +20089,14 @@ pub mod __buffa {
                 }
                 if self.no_follow {
                     ::buffa::types::put_bool_field(6u32, self.no_follow, buf);
+                }
+                if self.channel.is_set() {
+                    ::buffa::types::put_len_delimited_header(
+                        7u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    self.channel.write_to(__cache, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -19029,6 +20142,11 @@ pub mod __buffa {
                 }
                 if self.no_follow {
                     __map.serialize_entry("noFollow", &self.no_follow)?;
+                }
+                {
+                    if let ::core::option::Option::Some(__v) = self.channel.as_option() {
+                        __map.serialize_entry("channel", __v)?;
+                    }
                 }
                 __map.end()
             }
@@ -19161,6 +20279,17 @@ pub mod __buffa {
             pub fn no_follow(&self) -> bool {
                 self.0.reborrow().no_follow
             }
+            /// Open this and carry its bytes; nothing of the above but the ids is looked at then.
+            ///
+            /// Field 7: `channel`
+            #[must_use]
+            pub fn channel(
+                &self,
+            ) -> &::buffa::MessageFieldView<
+                super::super::__buffa::view::ChannelTargetView<'_>,
+            > {
+                &self.0.reborrow().channel
+            }
         }
         impl ::core::convert::From<::buffa::OwnedView<OpenStreamView<'static>>>
         for OpenStreamOwnedView {
@@ -19185,6 +20314,1416 @@ pub mod __buffa {
             type ViewHandle = OpenStreamOwnedView;
         }
         impl ::serde::Serialize for OpenStreamOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        /// What a channel leads to in a sandbox.
+        #[derive(Clone, Debug, Default)]
+        pub struct ChannelTargetView<'a> {
+            pub target: ::core::option::Option<
+                super::super::__buffa::view::oneof::channel_target::Target<'a>,
+            >,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ChannelTargetView<'a> {
+            type Owned = super::super::ChannelTarget;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::channel_target::Target::Files(
+                                ref mut existing,
+                            ),
+                        ) = view.target
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.target = Some(
+                                super::super::__buffa::view::oneof::channel_target::Target::Files(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::FilesTargetView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    2u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::channel_target::Target::Port(
+                                ref mut existing,
+                            ),
+                        ) = view.target
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.target = Some(
+                                super::super::__buffa::view::oneof::channel_target::Target::Port(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::PortTargetView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ChannelTarget,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ChannelTarget,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ChannelTarget {
+                    target: match self.target.as_ref() {
+                        ::core::option::Option::Some(v) => {
+                            ::core::option::Option::Some(
+                                match v {
+                                    super::super::__buffa::view::oneof::channel_target::Target::Files(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::channel_target::Target::Files(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::channel_target::Target::Port(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::channel_target::Target::Port(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                },
+                            )
+                        }
+                        ::core::option::Option::None => ::core::option::Option::None,
+                    },
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ChannelTargetView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, __cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if let ::core::option::Option::Some(ref v) = self.target {
+                    match v {
+                        super::super::__buffa::view::oneof::channel_target::Target::Files(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::channel_target::Target::Port(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                    }
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                __cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if let ::core::option::Option::Some(ref v) = self.target {
+                    match v {
+                        super::super::__buffa::view::oneof::channel_target::Target::Files(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                1u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::channel_target::Target::Port(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                2u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                    }
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ChannelTargetView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if let ::core::option::Option::Some(ref __ov) = self.target {
+                    match __ov {
+                        super::super::__buffa::view::oneof::channel_target::Target::Files(
+                            v,
+                        ) => {
+                            __map.serialize_entry("files", v)?;
+                        }
+                        super::super::__buffa::view::oneof::channel_target::Target::Port(
+                            v,
+                        ) => {
+                            __map.serialize_entry("port", v)?;
+                        }
+                    }
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ChannelTargetView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "ChannelTarget";
+            const FULL_NAME: &'static str = "cloister.host.v1.ChannelTarget";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelTarget";
+        }
+        ::buffa::impl_default_view_instance!(ChannelTargetView);
+        ::buffa::impl_view_reborrow!(ChannelTargetView);
+        /** Self-contained, `'static` owned view of a `ChannelTarget` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ChannelTargetView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ChannelTargetView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ChannelTargetOwnedView(
+            ::buffa::OwnedView<ChannelTargetView<'static>>,
+        );
+        impl ChannelTargetOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelTargetOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelTargetOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ChannelTarget,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelTargetOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ChannelTargetView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ChannelTargetView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ChannelTarget {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Oneof `target`.
+            #[must_use]
+            pub fn target(
+                &self,
+            ) -> ::core::option::Option<
+                &super::super::__buffa::view::oneof::channel_target::Target<'_>,
+            > {
+                self.0.reborrow().target.as_ref()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ChannelTargetView<'static>>>
+        for ChannelTargetOwnedView {
+            fn from(inner: ::buffa::OwnedView<ChannelTargetView<'static>>) -> Self {
+                ChannelTargetOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ChannelTargetOwnedView>
+        for ::buffa::OwnedView<ChannelTargetView<'static>> {
+            fn from(wrapper: ChannelTargetOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ChannelTargetView<'static>>>
+        for ChannelTargetOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ChannelTargetView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ChannelTarget {
+            type View<'a> = ChannelTargetView<'a>;
+            type ViewHandle = ChannelTargetOwnedView;
+        }
+        impl ::serde::Serialize for ChannelTargetOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        /// Its files. What is said on the channel is in `cloister.guest.v1`.
+        #[derive(Clone, Debug, Default)]
+        pub struct FilesTargetView<'a> {
+            /// As in `ExecSpec.user`.
+            ///
+            /// Field 1: `user`
+            pub user: &'a str,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for FilesTargetView<'a> {
+            type Owned = super::super::FilesTarget;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.user = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::FilesTarget,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::FilesTarget,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::FilesTarget {
+                    user: self.user.to_string(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for FilesTargetView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.user.is_empty() {
+                    size += 1u64 + ::buffa::types::string_encoded_len(&self.user) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.user.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.user, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for FilesTargetView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.user) {
+                    __map.serialize_entry("user", self.user)?;
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for FilesTargetView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "FilesTarget";
+            const FULL_NAME: &'static str = "cloister.host.v1.FilesTarget";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.FilesTarget";
+        }
+        ::buffa::impl_default_view_instance!(FilesTargetView);
+        ::buffa::impl_view_reborrow!(FilesTargetView);
+        /** Self-contained, `'static` owned view of a `FilesTarget` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`FilesTargetView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`FilesTargetView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct FilesTargetOwnedView(::buffa::OwnedView<FilesTargetView<'static>>);
+        impl FilesTargetOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesTargetOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesTargetOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::FilesTarget,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    FilesTargetOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`FilesTargetView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &FilesTargetView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::FilesTarget {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// As in `ExecSpec.user`.
+            ///
+            /// Field 1: `user`
+            #[must_use]
+            pub fn user(&self) -> &'_ str {
+                self.0.reborrow().user
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<FilesTargetView<'static>>>
+        for FilesTargetOwnedView {
+            fn from(inner: ::buffa::OwnedView<FilesTargetView<'static>>) -> Self {
+                FilesTargetOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<FilesTargetOwnedView>
+        for ::buffa::OwnedView<FilesTargetView<'static>> {
+            fn from(wrapper: FilesTargetOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<FilesTargetView<'static>>>
+        for FilesTargetOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<FilesTargetView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::FilesTarget {
+            type View<'a> = FilesTargetView<'a>;
+            type ViewHandle = FilesTargetOwnedView;
+        }
+        impl ::serde::Serialize for FilesTargetOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        /// A TCP port that one of its programs listens on.
+        #[derive(Clone, Debug, Default)]
+        pub struct PortTargetView<'a> {
+            /// Field 1: `port`
+            pub port: u32,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for PortTargetView<'a> {
+            type Owned = super::super::PortTarget;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::Varint,
+                        )?;
+                        view.port = ::buffa::types::decode_uint32(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::PortTarget, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::PortTarget, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::PortTarget {
+                    port: self.port,
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for PortTargetView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if self.port != 0u32 {
+                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.port) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if self.port != 0u32 {
+                    ::buffa::types::put_uint32_field(1u32, self.port, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for PortTargetView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if !::buffa::json_helpers::skip_if::is_zero_u32(&self.port) {
+                    __map
+                        .serialize_entry(
+                            "port",
+                            &::buffa::json_helpers::ProtoJson(&self.port),
+                        )?;
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for PortTargetView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "PortTarget";
+            const FULL_NAME: &'static str = "cloister.host.v1.PortTarget";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.PortTarget";
+        }
+        ::buffa::impl_default_view_instance!(PortTargetView);
+        ::buffa::impl_view_reborrow!(PortTargetView);
+        /** Self-contained, `'static` owned view of a `PortTarget` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`PortTargetView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`PortTargetView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct PortTargetOwnedView(::buffa::OwnedView<PortTargetView<'static>>);
+        impl PortTargetOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    PortTargetOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    PortTargetOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::PortTarget,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    PortTargetOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`PortTargetView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &PortTargetView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::PortTarget {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `port`
+            #[must_use]
+            pub fn port(&self) -> u32 {
+                self.0.reborrow().port
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<PortTargetView<'static>>>
+        for PortTargetOwnedView {
+            fn from(inner: ::buffa::OwnedView<PortTargetView<'static>>) -> Self {
+                PortTargetOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<PortTargetOwnedView>
+        for ::buffa::OwnedView<PortTargetView<'static>> {
+            fn from(wrapper: PortTargetOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<PortTargetView<'static>>>
+        for PortTargetOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<PortTargetView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::PortTarget {
+            type View<'a> = PortTargetView<'a>;
+            type ViewHandle = PortTargetOwnedView;
+        }
+        impl ::serde::Serialize for PortTargetOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        #[derive(Clone, Debug, Default)]
+        pub struct ChannelOpenedView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ChannelOpenedView<'a> {
+            type Owned = super::super::ChannelOpened;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::ChannelOpened,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::ChannelOpened,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ChannelOpened {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ChannelOpenedView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ChannelOpenedView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ChannelOpenedView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "ChannelOpened";
+            const FULL_NAME: &'static str = "cloister.host.v1.ChannelOpened";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelOpened";
+        }
+        ::buffa::impl_default_view_instance!(ChannelOpenedView);
+        ::buffa::impl_view_reborrow!(ChannelOpenedView);
+        /** Self-contained, `'static` owned view of a `ChannelOpened` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ChannelOpenedView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ChannelOpenedView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ChannelOpenedOwnedView(
+            ::buffa::OwnedView<ChannelOpenedView<'static>>,
+        );
+        impl ChannelOpenedOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelOpenedOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelOpenedOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ChannelOpened,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelOpenedOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ChannelOpenedView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ChannelOpenedView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ChannelOpened {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ChannelOpenedView<'static>>>
+        for ChannelOpenedOwnedView {
+            fn from(inner: ::buffa::OwnedView<ChannelOpenedView<'static>>) -> Self {
+                ChannelOpenedOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ChannelOpenedOwnedView>
+        for ::buffa::OwnedView<ChannelOpenedView<'static>> {
+            fn from(wrapper: ChannelOpenedOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ChannelOpenedView<'static>>>
+        for ChannelOpenedOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ChannelOpenedView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ChannelOpened {
+            type View<'a> = ChannelOpenedView<'a>;
+            type ViewHandle = ChannelOpenedOwnedView;
+        }
+        impl ::serde::Serialize for ChannelOpenedOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
+        /// One direction of a channel is complete.
+        #[derive(Clone, Debug, Default)]
+        pub struct ChannelEndView<'a> {
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for ChannelEndView<'a> {
+            type Owned = super::super::ChannelEnd;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<super::super::ChannelEnd, ::buffa::DecodeError> {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<super::super::ChannelEnd, ::buffa::DecodeError> {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::ChannelEnd {
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for ChannelEndView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for ChannelEndView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for ChannelEndView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "ChannelEnd";
+            const FULL_NAME: &'static str = "cloister.host.v1.ChannelEnd";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.ChannelEnd";
+        }
+        ::buffa::impl_default_view_instance!(ChannelEndView);
+        ::buffa::impl_view_reborrow!(ChannelEndView);
+        /** Self-contained, `'static` owned view of a `ChannelEnd` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`ChannelEndView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`ChannelEndView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct ChannelEndOwnedView(::buffa::OwnedView<ChannelEndView<'static>>);
+        impl ChannelEndOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelEndOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelEndOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::ChannelEnd,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    ChannelEndOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`ChannelEndView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &ChannelEndView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::ChannelEnd {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<ChannelEndView<'static>>>
+        for ChannelEndOwnedView {
+            fn from(inner: ::buffa::OwnedView<ChannelEndView<'static>>) -> Self {
+                ChannelEndOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<ChannelEndOwnedView>
+        for ::buffa::OwnedView<ChannelEndView<'static>> {
+            fn from(wrapper: ChannelEndOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<ChannelEndView<'static>>>
+        for ChannelEndOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<ChannelEndView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::ChannelEnd {
+            type View<'a> = ChannelEndView<'a>;
+            type ViewHandle = ChannelEndOwnedView;
+        }
+        impl ::serde::Serialize for ChannelEndOwnedView {
             fn serialize<__S: ::serde::Serializer>(
                 &self,
                 __s: __S,
@@ -19391,6 +21930,79 @@ pub mod __buffa {
                             );
                         }
                     }
+                    6u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::stream_request::Message::ChannelOpened(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::stream_request::Message::ChannelOpened(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ChannelOpenedView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
+                    7u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.message = Some(
+                            super::super::__buffa::view::oneof::stream_request::Message::Data(
+                                ::buffa::types::borrow_bytes(&mut cur)?,
+                            ),
+                        );
+                    }
+                    8u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::stream_request::Message::DataEnd(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::stream_request::Message::DataEnd(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ChannelEndView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -19469,6 +22081,31 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::stream_request::Message::ChannelOpened(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::stream_request::Message::ChannelOpened(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::stream_request::Message::Data(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::stream_request::Message::Data(
+                                            (v).to_vec(),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::stream_request::Message::DataEnd(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::stream_request::Message::DataEnd(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                 },
                             )
                         }
@@ -19531,6 +22168,31 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::stream_request::Message::End(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::ChannelOpened(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::Data(
+                            x,
+                        ) => {
+                            size += 1u64 + ::buffa::types::bytes_encoded_len(x) as u64;
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::DataEnd(
                             x,
                         ) => {
                             let __slot = __cache.reserve();
@@ -19605,6 +22267,31 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::stream_request::Message::ChannelOpened(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                6u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::Data(
+                            x,
+                        ) => {
+                            ::buffa::types::put_shared_bytes_field(7u32, x, buf);
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::DataEnd(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                8u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                     }
                 }
                 self.__buffa_unknown_fields.write_to(buf);
@@ -19654,6 +22341,25 @@ pub mod __buffa {
                             v,
                         ) => {
                             __map.serialize_entry("end", v)?;
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::ChannelOpened(
+                            v,
+                        ) => {
+                            __map.serialize_entry("channelOpened", v)?;
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::Data(
+                            v,
+                        ) => {
+                            __map
+                                .serialize_entry(
+                                    "data",
+                                    &::buffa::json_helpers::BytesJson(v),
+                                )?;
+                        }
+                        super::super::__buffa::view::oneof::stream_request::Message::DataEnd(
+                            v,
+                        ) => {
+                            __map.serialize_entry("dataEnd", v)?;
                         }
                     }
                 }
@@ -20462,6 +23168,48 @@ pub mod __buffa {
                             );
                         }
                     }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.message = Some(
+                            super::super::__buffa::view::oneof::stream_response::Message::Data(
+                                ::buffa::types::borrow_bytes(&mut cur)?,
+                            ),
+                        );
+                    }
+                    5u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::stream_response::Message::DataEnd(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::stream_response::Message::DataEnd(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::ChannelEndView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -20522,6 +23270,22 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::stream_response::Message::Data(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::stream_response::Message::Data(
+                                            (v).to_vec(),
+                                        )
+                                    }
+                                    super::super::__buffa::view::oneof::stream_response::Message::DataEnd(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::stream_response::Message::DataEnd(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                 },
                             )
                         }
@@ -20564,6 +23328,21 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::stream_response::Message::Resize(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::Data(
+                            x,
+                        ) => {
+                            size += 1u64 + ::buffa::types::bytes_encoded_len(x) as u64;
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::DataEnd(
                             x,
                         ) => {
                             let __slot = __cache.reserve();
@@ -20618,6 +23397,21 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::stream_response::Message::Data(
+                            x,
+                        ) => {
+                            ::buffa::types::put_shared_bytes_field(4u32, x, buf);
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::DataEnd(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                5u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                     }
                 }
                 self.__buffa_unknown_fields.write_to(buf);
@@ -20657,6 +23451,20 @@ pub mod __buffa {
                             v,
                         ) => {
                             __map.serialize_entry("resize", v)?;
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::Data(
+                            v,
+                        ) => {
+                            __map
+                                .serialize_entry(
+                                    "data",
+                                    &::buffa::json_helpers::BytesJson(v),
+                                )?;
+                        }
+                        super::super::__buffa::view::oneof::stream_response::Message::DataEnd(
+                            v,
+                        ) => {
+                            __map.serialize_entry("dataEnd", v)?;
                         }
                     }
                 }
@@ -20976,6 +23784,25 @@ pub mod __buffa {
                     ),
                 }
             }
+            pub mod channel_target {
+                #[allow(unused_imports)]
+                use super::*;
+                #[derive(Clone, Debug)]
+                pub enum Target<'a> {
+                    Files(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::FilesTargetView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    Port(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::PortTargetView<'a>,
+                        >,
+                    ),
+                }
+            }
             pub mod stream_request {
                 #[allow(unused_imports)]
                 use super::*;
@@ -21012,6 +23839,19 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::StreamEndView<'a>,
                         >,
                     ),
+                    ChannelOpened(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ChannelOpenedView<
+                                'a,
+                            >,
+                        >,
+                    ),
+                    Data(&'a [u8]),
+                    DataEnd(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ChannelEndView<'a>,
+                        >,
+                    ),
                 }
             }
             pub mod stream_response {
@@ -21032,6 +23872,12 @@ pub mod __buffa {
                     Resize(
                         ::buffa::alloc::boxed::Box<
                             super::super::super::super::__buffa::view::ResizeExecView<'a>,
+                        >,
+                    ),
+                    Data(&'a [u8]),
+                    DataEnd(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::ChannelEndView<'a>,
                         >,
                     ),
                 }
@@ -21512,6 +24358,56 @@ pub mod __buffa {
                 }
             }
         }
+        pub mod channel_target {
+            #[allow(unused_imports)]
+            use super::*;
+            #[derive(Clone, PartialEq, Debug)]
+            pub enum Target {
+                Files(::buffa::alloc::boxed::Box<super::super::super::FilesTarget>),
+                Port(::buffa::alloc::boxed::Box<super::super::super::PortTarget>),
+            }
+            impl ::buffa::Oneof for Target {}
+            impl From<super::super::super::FilesTarget> for Target {
+                fn from(v: super::super::super::FilesTarget) -> Self {
+                    Self::Files(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::FilesTarget>
+            for ::core::option::Option<Target> {
+                fn from(v: super::super::super::FilesTarget) -> Self {
+                    Self::Some(Target::from(v))
+                }
+            }
+            impl From<super::super::super::PortTarget> for Target {
+                fn from(v: super::super::super::PortTarget) -> Self {
+                    Self::Port(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::PortTarget>
+            for ::core::option::Option<Target> {
+                fn from(v: super::super::super::PortTarget) -> Self {
+                    Self::Some(Target::from(v))
+                }
+            }
+            impl ::serde::Serialize for Target {
+                fn serialize<S: ::serde::Serializer>(
+                    &self,
+                    s: S,
+                ) -> ::core::result::Result<S::Ok, S::Error> {
+                    use ::serde::ser::SerializeMap;
+                    let mut map = s.serialize_map(Some(1))?;
+                    match self {
+                        Self::Files(v) => {
+                            map.serialize_entry("files", &**v)?;
+                        }
+                        Self::Port(v) => {
+                            map.serialize_entry("port", &**v)?;
+                        }
+                    }
+                    map.end()
+                }
+            }
+        }
         pub mod stream_request {
             #[allow(unused_imports)]
             use super::*;
@@ -21530,6 +24426,11 @@ pub mod __buffa {
                 ),
                 Error(::buffa::alloc::boxed::Box<super::super::super::HostError>),
                 End(::buffa::alloc::boxed::Box<super::super::super::StreamEnd>),
+                ChannelOpened(
+                    ::buffa::alloc::boxed::Box<super::super::super::ChannelOpened>,
+                ),
+                Data(::buffa::alloc::vec::Vec<u8>),
+                DataEnd(::buffa::alloc::boxed::Box<super::super::super::ChannelEnd>),
             }
             impl ::buffa::Oneof for Message {}
             impl From<super::super::super::StreamOpened> for Message {
@@ -21592,6 +24493,28 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::ChannelOpened> for Message {
+                fn from(v: super::super::super::ChannelOpened) -> Self {
+                    Self::ChannelOpened(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ChannelOpened>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ChannelOpened) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
+            impl From<super::super::super::ChannelEnd> for Message {
+                fn from(v: super::super::super::ChannelEnd) -> Self {
+                    Self::DataEnd(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ChannelEnd>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ChannelEnd) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
             impl ::serde::Serialize for Message {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -21615,6 +24538,18 @@ pub mod __buffa {
                         Self::End(v) => {
                             map.serialize_entry("end", &**v)?;
                         }
+                        Self::ChannelOpened(v) => {
+                            map.serialize_entry("channelOpened", &**v)?;
+                        }
+                        Self::Data(v) => {
+                            map.serialize_entry(
+                                "data",
+                                &::buffa::json_helpers::ProtoJson(v),
+                            )?;
+                        }
+                        Self::DataEnd(v) => {
+                            map.serialize_entry("dataEnd", &**v)?;
+                        }
                     }
                     map.end()
                 }
@@ -21628,6 +24563,8 @@ pub mod __buffa {
                 Stdin(::buffa::alloc::boxed::Box<super::super::super::WriteStdin>),
                 Signal(::buffa::alloc::boxed::Box<super::super::super::SignalExec>),
                 Resize(::buffa::alloc::boxed::Box<super::super::super::ResizeExec>),
+                Data(::buffa::alloc::vec::Vec<u8>),
+                DataEnd(::buffa::alloc::boxed::Box<super::super::super::ChannelEnd>),
             }
             impl ::buffa::Oneof for Message {}
             impl From<super::super::super::WriteStdin> for Message {
@@ -21663,6 +24600,17 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::ChannelEnd> for Message {
+                fn from(v: super::super::super::ChannelEnd) -> Self {
+                    Self::DataEnd(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::ChannelEnd>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::ChannelEnd) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
             impl ::serde::Serialize for Message {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -21679,6 +24627,15 @@ pub mod __buffa {
                         }
                         Self::Resize(v) => {
                             map.serialize_entry("resize", &**v)?;
+                        }
+                        Self::Data(v) => {
+                            map.serialize_entry(
+                                "data",
+                                &::buffa::json_helpers::ProtoJson(v),
+                            )?;
+                        }
+                        Self::DataEnd(v) => {
+                            map.serialize_entry("dataEnd", &**v)?;
                         }
                     }
                     map.end()
@@ -21717,6 +24674,11 @@ pub mod __buffa {
         reg.register_json_any(super::__RESIZED_JSON_ANY);
         reg.register_json_any(super::__HOST_ERROR_JSON_ANY);
         reg.register_json_any(super::__OPEN_STREAM_JSON_ANY);
+        reg.register_json_any(super::__CHANNEL_TARGET_JSON_ANY);
+        reg.register_json_any(super::__FILES_TARGET_JSON_ANY);
+        reg.register_json_any(super::__PORT_TARGET_JSON_ANY);
+        reg.register_json_any(super::__CHANNEL_OPENED_JSON_ANY);
+        reg.register_json_any(super::__CHANNEL_END_JSON_ANY);
         reg.register_json_any(super::__STREAM_REQUEST_JSON_ANY);
         reg.register_json_any(super::__STREAM_OPENED_JSON_ANY);
         reg.register_json_any(super::__STREAM_END_JSON_ANY);
@@ -21839,6 +24801,26 @@ pub use self::__buffa::view::HostErrorOwnedView;
 pub use self::__buffa::view::OpenStreamView;
 #[doc(inline)]
 pub use self::__buffa::view::OpenStreamOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelTargetView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelTargetOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::FilesTargetView;
+#[doc(inline)]
+pub use self::__buffa::view::FilesTargetOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::PortTargetView;
+#[doc(inline)]
+pub use self::__buffa::view::PortTargetOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelOpenedView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelOpenedOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelEndView;
+#[doc(inline)]
+pub use self::__buffa::view::ChannelEndOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::StreamRequestView;
 #[doc(inline)]
