@@ -17,12 +17,14 @@ use cloister_api::host::command_result::Result as ResultKind;
 use cloister_api::host::control_response::Message as ToHost;
 use cloister_api::host::stream_response::Message as StreamToHost;
 use cloister_api::host::{
-    Command, CommandResult, ControlRequest, ExecList, Heartbeat, HostError, HostErrorKind, OpenStream,
-    Register, Resized, SandboxCreated, SandboxEvent, SandboxRemoved, SandboxReport, SandboxStopped, Signaled,
-    StdinWritten, StreamEnd, StreamOpened, StreamRequest,
+    ChannelEnd, ChannelOpened, ChannelTarget, Command, CommandResult, ControlRequest, ExecList, Heartbeat,
+    HostError, HostErrorKind, OpenStream, Register, Resized, SandboxCreated, SandboxEvent, SandboxRemoved,
+    SandboxReport, SandboxStopped, Signaled, StdinWritten, StreamEnd, StreamOpened, StreamRequest,
+    StreamResponseView, channel_target,
 };
 use cloister_service::{TaskHandle, TaskRegistry};
 use cloister_types::HostId;
+use connectrpc::client::{BidiRecvHalf, ClientTransport, SharedHttp2Connection};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::support::{HOST_TOKEN, SOON, TASK, TestCoordinator};
@@ -551,6 +553,9 @@ impl Runner {
         };
         let opened = StreamOpened { stream_id: open.stream_id.clone(), ..Default::default() };
         send.send(message(opened.into())).await.expect("send `opened`");
+        if let Some(target) = open.channel.as_option() {
+            return channel(target, &mut send, &mut receive).await;
+        }
         let exec = match open.start.as_option() {
             Some(start) => self.start_exec(&open.session_id, &start.exec_id, &start.request_id, &start.spec),
             None => self.exec(&open.exec_id).ok_or_else(|| HostError {
@@ -584,6 +589,9 @@ impl Runner {
                     }
                     Some(StreamToHost::Signal(signal)) => {
                         runner.signal(&exec_id, signal.signal);
+                    }
+                    Some(StreamToHost::Data(_) | StreamToHost::DataEnd(_)) => {
+                        panic!("bytes of a channel on an exec's stream")
                     }
                     None => panic!("an empty message on a stream"),
                 }
@@ -708,5 +716,54 @@ impl Runner {
         send.close_send();
         // The stream ends when the coordinator lets go.
         std::future::pending::<()>().await;
+    }
+}
+
+type HostReceiving =
+    BidiRecvHalf<<SharedHttp2Connection as ClientTransport>::ResponseBody, StreamResponseView<'static>>;
+
+/// The port that sends a little and breaks.
+pub(crate) const BREAKS: u32 = 9;
+/// The port where nobody listens.
+pub(crate) const CLOSED: u32 = 10;
+
+/// Echoes what comes until its end, and ends then; two ports do something else.
+async fn channel(
+    target: &ChannelTarget,
+    send: &mut connectrpc::BidiSendHalf<StreamRequest>,
+    receive: &mut HostReceiving,
+) {
+    use cloister_api::host::stream_request::Message;
+    let message = |message: Message| StreamRequest { message: Some(message), ..Default::default() };
+    let port = match &target.target {
+        Some(channel_target::Target::Port(port)) => port.port,
+        _ => 0,
+    };
+    if port == CLOSED {
+        let error = HostError {
+            kind: HostErrorKind::NotFound.into(),
+            message: "nothing listens on port 10".to_owned(),
+            ..Default::default()
+        };
+        let _ = send.send(message(error.into())).await;
+        while let Ok(Some(_)) = receive.message().await {}
+        return;
+    }
+    let _ = send.send(message(ChannelOpened::default().into())).await;
+    if port == BREAKS {
+        let _ = send.send(message(Message::Data(b"half".to_vec()))).await;
+        // An orderly end of the call that is none of the channel; a reset would overtake the bytes.
+        send.close_send();
+        while let Ok(Some(_)) = receive.message().await {}
+        return;
+    }
+    while let Ok(Some(received)) = receive.message().await {
+        match received.to_owned_message().message {
+            Some(StreamToHost::Data(data)) => drop(send.send(message(Message::Data(data))).await),
+            Some(StreamToHost::DataEnd(_)) => {
+                let _ = send.send(message(ChannelEnd::default().into())).await;
+            }
+            other => panic!("{other:?} on a channel"),
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! the real host link. What each file proves stands at its top.
 
 mod access;
+mod channels;
 mod execs;
 mod host;
 mod hostile;
