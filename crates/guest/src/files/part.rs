@@ -27,7 +27,7 @@ pub(super) struct Part {
 impl Part {
     /// Opens the part of the file `name`. With `kept`, what an earlier transfer of the same file left is taken up.
     pub(super) fn open(dir: BorrowedFd<'_>, name: &CStr, info: &FileInfo, kept: bool) -> Result<Self, Errno> {
-        let part_name = part_name(name, info, kept);
+        let part_name = part_name(name, info);
         if kept && let Some(part) = Self::take_up(dir, &part_name, info)? {
             return Ok(part);
         }
@@ -35,7 +35,7 @@ impl Part {
         let mode = Mode::RUSR | Mode::WUSR;
         let file = match openat(dir, &part_name, flags, mode) {
             Err(Errno::EXIST) => {
-                // Left by a transfer that was killed, or planted: either way it is not ours.
+                // Left by a transfer that was killed, or planted.
                 unlinkat(dir, &part_name, AtFlags::empty())?;
                 openat(dir, &part_name, flags, mode)?
             }
@@ -98,22 +98,19 @@ impl Part {
     }
 }
 
-/// Returns the name of a file's part. That of a kept one says which content it is the beginning of.
-fn part_name(name: &CStr, info: &FileInfo, kept: bool) -> CString {
+/// Returns the name of a file's part, which says which content it is the beginning of: whoever copies the same again takes it
+/// up or replaces it, so that a copy which was killed leaves one at most.
+fn part_name(name: &CStr, info: &FileInfo) -> CString {
     let name = name.to_bytes();
+    let mut key = blake3::Hasher::new();
+    key.update(name);
+    key.update(&info.size.to_le_bytes());
+    key.update(&info.modified_unix_ns.to_le_bytes());
     let mut part = Vec::with_capacity(NAME_KEPT_BYTES + 32);
     part.push(b'.');
     part.extend_from_slice(&name[..name.len().min(NAME_KEPT_BYTES)]);
     part.extend_from_slice(b".cloister-");
-    if kept {
-        let mut key = blake3::Hasher::new();
-        key.update(name);
-        key.update(&info.size.to_le_bytes());
-        key.update(&info.modified_unix_ns.to_le_bytes());
-        part.extend_from_slice(&key.finalize().to_hex().as_bytes()[..16]);
-    } else {
-        part.extend_from_slice(format!("tmp-{}", std::process::id()).as_bytes());
-    }
+    part.extend_from_slice(&key.finalize().to_hex().as_bytes()[..16]);
     CString::new(part).expect("a name without NUL and letters")
 }
 

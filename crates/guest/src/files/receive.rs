@@ -267,7 +267,15 @@ impl<'a> Receiver<'a> {
             }
             self.report.resumed_bytes += if start.offset == 0 { 0 } else { kept };
         }
-        let complete = self.content(&mut part, info)?;
+        let complete = match self.content(&mut part, info) {
+            Ok(complete) => complete,
+            Err(cut) => {
+                if !resumable {
+                    part.discard(self.directory_fd());
+                }
+                return Err(cut);
+            }
+        };
         let dir = self.directory_fd();
         let placed = complete.and_then(|()| {
             let put = || {
