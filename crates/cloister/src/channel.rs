@@ -61,8 +61,15 @@ macro_rules! carry {
                 }
             };
             let back = async {
+                let mut is_done = false;
                 loop {
-                    match receiver.message().await?.ok_or_else(cut)?.to_owned_message().response {
+                    let message = match receiver.message().await? {
+                        Some(message) => message.to_owned_message(),
+                        // Not before: what was sent last would be cut off with the call.
+                        None if is_done => return Ok(()),
+                        None => return Err(cut()),
+                    };
+                    match message.response {
                         Some(Response::Data(data)) => {
                             writing
                                 .write_all(&data)
@@ -72,7 +79,7 @@ macro_rules! carry {
                         Some(Response::Done(_)) => {
                             // Whoever reads there may have gone.
                             let _ = writing.shutdown().await;
-                            return Ok(());
+                            is_done = true;
                         }
                         Some(Response::Ready(_)) | None => return Err(cut()),
                     }

@@ -1,7 +1,7 @@
 //! A byte stream that is a channel into a sandbox: to its files, or to a port.
 //!
 //! Each direction is copied on its own, a piece when the one before was taken, so that whoever does not read stops
-//! whoever writes. The stream is complete when both directions have ended.
+//! whoever writes. The stream is complete when both directions have ended; one may end long before the other.
 
 use cloister_api::host::channel_target::Target;
 use cloister_api::host::{self, ChannelEnd, ChannelOpened, stream_request, stream_response};
@@ -43,23 +43,7 @@ pub(crate) async fn serve(
     let channel = sandbox.open_channel(target).await.map_err(Refusal::from)?;
     let (reading, writing) = tokio::io::split(channel);
     send(sending, ChannelOpened::default()).await?;
-    let out = outwards(reading, sending);
-    let inwards = inwards(writing, receiving);
-    tokio::pin!(out, inwards);
-    let (mut out_ended, mut in_ended) = (false, false);
-    while !(out_ended && in_ended) {
-        tokio::select! {
-            outcome = &mut out, if !out_ended => {
-                outcome?;
-                out_ended = true;
-            }
-            outcome = &mut inwards, if !in_ended => {
-                outcome?;
-                in_ended = true;
-            }
-        }
-    }
-    Ok(())
+    tokio::try_join!(outwards(reading, sending), inwards(writing, receiving)).map(drop)
 }
 
 async fn outwards(mut reading: Reading, sending: &mut Sending) -> Result<(), Cut> {

@@ -14,9 +14,10 @@
 //!
 //! What runs when a link breaks runs on; its answer is lost and is had by asking again.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cloister_api::connection::{Connection, ConnectionError, Endpoint, MAX_CONCURRENT_STREAMS};
@@ -119,7 +120,11 @@ struct Live {
     closed: CancellationToken,
     commands: Arc<Semaphore>,
     streams: Arc<Semaphore>,
+    open: OpenStreams,
 }
+
+/// What cancels each stream that is open over a link, by its id.
+type OpenStreams = Arc<Mutex<HashMap<String, CancellationToken>>>;
 
 /// How the reader ended.
 enum ReadEnd {
@@ -208,6 +213,7 @@ impl Link {
             closed,
             commands: Arc::new(Semaphore::new(COMMANDS_MAX as usize)),
             streams: Arc::new(Semaphore::new(STREAMS_MAX as usize)),
+            open: OpenStreams::default(),
         };
         let mut writer = std::pin::pin!(self.write(sending, queue, interval, capabilities, number));
         tokio::select! {
@@ -279,6 +285,11 @@ impl Link {
                     self.accept_command(*command, &live).await
                 }
                 Some(control_response::Message::OpenStream(open)) => self.accept_stream(*open, &live),
+                Some(control_response::Message::CloseStream(close)) => {
+                    if let Some(consumer_gone) = lock(&live.open).get(&close.stream_id) {
+                        consumer_gone.cancel();
+                    }
+                }
                 Some(control_response::Message::Registered(_)) => {}
                 None => tracing::debug!("a message of a newer coordinator is ignored"),
             }
@@ -339,15 +350,14 @@ impl Link {
                 format!("this host already serves {STREAMS_MAX} streams over this link"),
             )),
         };
-        let task = StreamTask {
-            agent: Arc::clone(&self.agent),
-            client: live.client.clone(),
-            open,
-            turn,
-            closed: live.closed.clone(),
-        };
+        let closed = live.closed.child_token();
+        let (stream_id, streams) = (open.stream_id.clone(), Arc::clone(&live.open));
+        lock(&streams).insert(stream_id.clone(), closed.clone());
+        let task =
+            StreamTask { agent: Arc::clone(&self.agent), client: live.client.clone(), open, turn, closed };
         self.agent.tasks.spawn(STREAM, async move {
             task.run().await;
+            lock(&streams).remove(&stream_id);
             drop(permit);
             Ok::<(), Infallible>(())
         });
@@ -399,6 +409,10 @@ pub(crate) async fn register_once(
         }
     };
     told.await.map_err(|error: LinkError| error_chain(&error))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn heartbeat_interval(answer: &Registered) -> Duration {

@@ -48,7 +48,7 @@ impl Refusal {
 impl From<SandboxError> for Refusal {
     fn from(error: SandboxError) -> Self {
         let kind = match &error {
-            SandboxError::NotFound(_) => HostErrorKind::NotFound,
+            SandboxError::NotFound(_) | SandboxError::PortClosed(_) => HostErrorKind::NotFound,
             SandboxError::Conflict(_) => HostErrorKind::Conflict,
             SandboxError::Invalid(_) => HostErrorKind::Invalid,
             SandboxError::NotRunning(_) => HostErrorKind::NotRunning,

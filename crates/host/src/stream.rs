@@ -57,7 +57,7 @@ pub(crate) struct StreamTask {
     pub(crate) open: OpenStream,
     /// The session's turn, or why the stream only says no.
     pub(crate) turn: Result<Turn, Refusal>,
-    /// Cancelled when the link is gone.
+    /// Cancelled when the link is gone, or the consumer.
     pub(crate) closed: CancellationToken,
 }
 

@@ -85,6 +85,9 @@ pub enum SandboxError {
     /// The same id or request id came with another payload.
     #[error("{0} was used before with another payload")]
     Conflict(String),
+    /// Nothing in the sandbox listens there.
+    #[error("nothing in the sandbox listens on port {0}")]
+    PortClosed(u16),
     /// It can never be done as asked.
     #[error("{0}")]
     Invalid(String),
@@ -118,7 +121,11 @@ impl SandboxError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Exhausted(_) | Self::Failed { .. } => true,
-            Self::NotFound(_) | Self::Conflict(_) | Self::Invalid(_) | Self::NotRunning(_) => false,
+            Self::NotFound(_)
+            | Self::Conflict(_)
+            | Self::PortClosed(_)
+            | Self::Invalid(_)
+            | Self::NotRunning(_) => false,
         }
     }
 }
@@ -327,7 +334,7 @@ pub trait Sandbox: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`SandboxError::NotFound`] when nothing listens on the port, `Invalid` for a user that does not exist and from a
+    /// [`SandboxError::PortClosed`] when nothing listens on the port, `Invalid` for a user that does not exist and from a
     /// backend that has no channels.
     async fn open_channel(&self, target: &ChannelTarget) -> Result<Channel, SandboxError> {
         let _ = target;

@@ -1,7 +1,5 @@
 //! `StreamsService`.
 
-use std::time::Duration;
-
 use cloister_api::app::attach_exec_request::Request;
 use cloister_api::app::{
     AttachExecRequest, AttachExecResponse, ChannelDone, ChannelReady, DialPortRequest, DialPortResponse,
@@ -24,11 +22,10 @@ use crate::app::exec::AttachTo;
 use crate::app::relay::Attached;
 use crate::db::TokenHash;
 use crate::error::{self, AppError};
+use crate::link::first_message;
 
 /// Most bytes of a user's name.
 const USER_MAX_BYTES: usize = 64;
-/// How long a caller may take for the first message.
-const FIRST_MESSAGE_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Api {
     /// Ends a stream with an error once its caller's token is none any more.
@@ -96,14 +93,9 @@ impl StreamsService for Api {
         ctx: RequestContext,
         mut requests: InboundStream<AttachExecRequest>,
     ) -> ServiceResult<ServiceStream<AttachExecResponse>> {
-        let first = match tokio::time::timeout(FIRST_MESSAGE_DEADLINE, requests.next()).await {
-            Ok(Some(message)) => message?.to_owned_message(),
-            Ok(None) | Err(_) => {
-                return Err(AppError::new(&error::PROTOCOL, "no first message came").into());
-            }
-        };
-        let Some(Request::Start(start)) = first.request else {
-            return Err(AppError::new(&error::PROTOCOL, "the first message of the stream is `start`").into());
+        let Some(Request::Start(start)) = first_message(&mut requests).await?.to_owned_message().request
+        else {
+            return Err(no_start().into());
         };
         let start = *start;
         let authorized = self.authorize(&ctx, &start.request_id, Resource::OwnOrganization)?;
@@ -146,11 +138,11 @@ impl StreamsService for Api {
     async fn transfer_files(
         &self,
         ctx: RequestContext,
-        requests: InboundStream<TransferFilesRequest>,
+        mut requests: InboundStream<TransferFilesRequest>,
     ) -> ServiceResult<ServiceStream<TransferFilesResponse>> {
         use transfer_files_request::Request;
-        let mut messages = requests.map_ok(|message| message.to_owned_message());
-        let Some(Request::Start(start)) = first(&mut messages).await?.request else {
+        let Some(Request::Start(start)) = first_message(&mut requests).await?.to_owned_message().request
+        else {
             return Err(no_start().into());
         };
         let authorized = self.authorize(&ctx, &start.request_id, Resource::OwnOrganization)?;
@@ -160,7 +152,7 @@ impl StreamsService for Api {
         }
         let files = FilesTarget { user: start.user.clone(), ..Default::default() };
         let relay = self.app.open_channel(&authorized, reference, files).await?;
-        let input = messages.map(|message| match message?.request {
+        let input = requests.map(|message| match message?.to_owned_message().request {
             Some(Request::Data(data)) => Ok(data),
             _ => Err(not_data().into()),
         });
@@ -178,11 +170,11 @@ impl StreamsService for Api {
     async fn dial_port(
         &self,
         ctx: RequestContext,
-        requests: InboundStream<DialPortRequest>,
+        mut requests: InboundStream<DialPortRequest>,
     ) -> ServiceResult<ServiceStream<DialPortResponse>> {
         use dial_port_request::Request;
-        let mut messages = requests.map_ok(|message| message.to_owned_message());
-        let Some(Request::Start(start)) = first(&mut messages).await?.request else {
+        let Some(Request::Start(start)) = first_message(&mut requests).await?.to_owned_message().request
+        else {
             return Err(no_start().into());
         };
         let authorized = self.authorize(&ctx, &start.request_id, Resource::OwnOrganization)?;
@@ -192,7 +184,7 @@ impl StreamsService for Api {
         }
         let port = PortTarget { port: start.port, ..Default::default() };
         let relay = self.app.open_channel(&authorized, reference, port).await?;
-        let input = messages.map(|message| match message?.request {
+        let input = requests.map(|message| match message?.to_owned_message().request {
             Some(Request::Data(data)) => Ok(data),
             _ => Err(not_data().into()),
         });
@@ -205,15 +197,6 @@ impl StreamsService for Api {
             Ok(DialPortResponse { response: Some(response), ..Default::default() })
         });
         Ok(Response::new(self.while_valid(&ctx, stream)))
-    }
-}
-
-/// Returns the first message of a stream.
-async fn first<M>(messages: impl Stream<Item = Result<M, ConnectError>>) -> Result<M, ConnectError> {
-    let mut messages = std::pin::pin!(messages);
-    match tokio::time::timeout(FIRST_MESSAGE_DEADLINE, messages.next()).await {
-        Ok(Some(message)) => message,
-        Ok(None) | Err(_) => Err(AppError::new(&error::PROTOCOL, "no first message came").into()),
     }
 }
 

@@ -5,8 +5,8 @@
 //!         ◄──data── this stream   ◄── host ◄──
 //! ```
 //!
-//! A caller that ends its direction ends it for the sandbox too; one that goes away drops the host's stream, which closes
-//! the channel. The stream is complete only with its last message.
+//! Either direction may end before the other: the stream stays until both have. A caller that goes away drops the host's
+//! stream, which closes the channel. Without the word that the sandbox's direction is complete, it was cut.
 
 use cloister_api::host::channel_target::Target as ChannelKind;
 use cloister_api::host::stream_request::Message;
@@ -35,7 +35,7 @@ pub(crate) enum Carried {
     Ready,
     /// Then bytes.
     Data(Vec<u8>),
-    /// Last.
+    /// Then the word that they are all.
     Done,
 }
 
@@ -110,49 +110,61 @@ impl ChannelRelay {
     ) -> impl Stream<Item = Result<Carried, ConnectError>> + Send {
         struct Running {
             relay: ChannelRelay,
-            is_ready: bool,
-            ended: bool,
-            refused: Option<oneshot::Receiver<ConnectError>>,
+            next: Next,
+            /// Told when the caller has sent its last byte, or something that cannot go on.
+            input_ended: oneshot::Receiver<Result<(), ConnectError>>,
+            has_input: bool,
             _pump: AbortOnDrop,
         }
-        let (report, refused) = oneshot::channel();
+        enum Next {
+            Ready,
+            Bytes,
+            /// The sandbox has ended its direction; the host ends the call when the other has ended too.
+            Input,
+            Nothing,
+        }
+        let (report, input_ended) = oneshot::channel();
         let responses = self.stream.responses.clone();
         let task = self.tasks.spawn(PUMP, async move {
-            if let Err(error) = pump(input, responses).await {
-                // Nobody listens any more when the channel has ended: nor does it matter then.
-                let _ = report.send(error);
-            }
+            // Nobody listens any more when the caller has gone: nor does it matter then.
+            let _ = report.send(pump(input, responses).await);
             Ok::<(), std::convert::Infallible>(())
         });
         let running = Running {
             relay: self,
-            is_ready: false,
-            ended: false,
-            refused: Some(refused),
+            next: Next::Ready,
+            input_ended,
+            has_input: true,
             _pump: task.abort_on_drop(),
         };
         futures::stream::unfold(running, |mut running| async move {
-            if running.ended {
-                return None;
-            }
-            if !running.is_ready {
-                running.is_ready = true;
-                return Some((Ok(Carried::Ready), running));
-            }
             let item = loop {
-                let Some(refused) = running.refused.as_mut() else { break running.relay.carried().await };
+                match running.next {
+                    Next::Ready => break Ok(Carried::Ready),
+                    Next::Nothing => return None,
+                    Next::Bytes | Next::Input => {}
+                }
                 tokio::select! {
                     biased;
-                    item = running.relay.carried() => break item,
-                    error = refused => {
-                        running.refused = None;
-                        if let Ok(error) = error {
+                    item = running.relay.carried() => match item {
+                        // The host has handed on the last of the input, or cannot. Not before: dropping its stream cuts off
+                        // what is on the way.
+                        Ok(_) | Err(_) if matches!(running.next, Next::Input) => return None,
+                        item => break item,
+                    },
+                    ended = &mut running.input_ended, if running.has_input => {
+                        running.has_input = false;
+                        if let Ok(Err(error)) = ended {
                             break Err(error);
                         }
                     }
                 }
             };
-            running.ended = !matches!(item, Ok(Carried::Data(_)));
+            running.next = match item {
+                Ok(Carried::Ready | Carried::Data(_)) => Next::Bytes,
+                Ok(Carried::Done) => Next::Input,
+                Err(_) => Next::Nothing,
+            };
             Some((item, running))
         })
     }

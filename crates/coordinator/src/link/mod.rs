@@ -29,14 +29,15 @@ use cloister_api::host::command::Command as CommandKind;
 use cloister_api::host::command_result::Result as ResultKind;
 use cloister_api::host::control_response::Message;
 use cloister_api::host::{
-    Command, CommandResult, ControlResponse, HostErrorKind, OpenStream, StreamRequest, StreamResponse,
+    CloseStream, Command, CommandResult, ControlResponse, HostErrorKind, OpenStream, StreamRequest,
+    StreamResponse,
 };
 use cloister_service::CancellationToken;
 use cloister_types::{HostId, SessionId};
 use connectrpc::InboundStream;
 use tokio::sync::{mpsc, oneshot, watch};
 
-pub(crate) use service::LinkService;
+pub(crate) use service::{LinkService, first_message};
 
 use crate::error::{self, AppError};
 use crate::metrics;
@@ -135,6 +136,23 @@ pub struct HostStream {
     pub requests: InboundStream<StreamRequest>,
     /// To the host; when all senders are dropped the host ends the stream.
     pub responses: mpsc::Sender<StreamResponse>,
+    /// Tells the host when the stream is dropped.
+    _close: CloseOnDrop,
+}
+
+/// Tells a host that a stream's consumer has gone.
+struct CloseOnDrop {
+    outbound: mpsc::Sender<ControlResponse>,
+    stream_id: String,
+}
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        let close = CloseStream { stream_id: std::mem::take(&mut self.stream_id), ..Default::default() };
+        // Without a link the host ends its streams by itself. With a full one it learns from the stream's own end, unless
+        // that stands behind bytes that nobody takes.
+        let _ = self.outbound.try_send(ControlResponse { message: Some(close.into()), ..Default::default() });
+    }
 }
 
 impl std::fmt::Debug for HostStream {
@@ -158,9 +176,12 @@ impl std::fmt::Debug for HostLinks {
 #[derive(Default)]
 struct Inner {
     links: Mutex<HashMap<HostId, Arc<Link>>>,
-    waiting: Mutex<HashMap<String, oneshot::Sender<HostStream>>>,
+    waiting: Mutex<HashMap<String, Waiter>>,
     changed: watch::Sender<u64>,
 }
+
+/// Where a stream goes that a host opens.
+type Waiter = oneshot::Sender<(InboundStream<StreamRequest>, mpsc::Sender<StreamResponse>)>;
 
 /// One link.
 struct Link {
@@ -365,6 +386,8 @@ impl HostLinks {
         lock(&self.inner.waiting).insert(stream_id.clone(), sender);
         let _entry = RemoveOnDrop(|| drop(lock(&self.inner.waiting).remove(&stream_id)));
         request.stream_id.clone_from(&stream_id);
+        // From here on: a host that is slow to open it learns that nobody waits any more.
+        let close = CloseOnDrop { outbound: link.outbound.clone(), stream_id: stream_id.clone() };
         let message =
             ControlResponse { message: Some(Message::OpenStream(Box::new(request))), ..Default::default() };
         let exchange = async {
@@ -374,7 +397,7 @@ impl HostLinks {
         tokio::select! {
             biased;
             result = tokio::time::timeout(OPEN_STREAM_DEADLINE, exchange) => match result {
-                Ok(result) => result,
+                Ok(result) => result.map(|(requests, responses)| HostStream { requests, responses, _close: close }),
                 Err(_) => {
                     Err(LinkError::Timeout { host_id: host_id.clone(), after: OPEN_STREAM_DEADLINE })
                 }
@@ -383,7 +406,7 @@ impl HostLinks {
         }
     }
 
-    fn claim(&self, stream_id: &str) -> Option<oneshot::Sender<HostStream>> {
+    fn claim(&self, stream_id: &str) -> Option<Waiter> {
         lock(&self.inner.waiting).remove(stream_id)
     }
 }

@@ -20,11 +20,11 @@ use cloister_types::name::validate_name;
 use cloister_types::session::{Reason, SessionEvent, SessionState};
 use cloister_types::{ByteCount, CpuMillis, HostId};
 use connectrpc::{ConnectError, InboundStream, RequestContext, Response, ServiceResult, ServiceStream};
-use futures::StreamExt as _;
+use futures::{Stream, StreamExt as _};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::{HostLinks, HostStream, Link, OUTBOUND_MESSAGES};
+use super::{HostLinks, Link, OUTBOUND_MESSAGES};
 use crate::db::{
     Change, ChangeFeed, HostCapacity, HostRegistration, ReportCause, SandboxReport, StaleSandbox, Store,
     StoreError, TransitionParams,
@@ -62,7 +62,7 @@ impl HostLinkService for LinkService {
         _ctx: RequestContext,
         mut requests: InboundStream<ControlRequest>,
     ) -> ServiceResult<ServiceStream<ControlResponse>> {
-        let first = first_message(&mut requests).await?;
+        let first = first_message(&mut requests).await?.to_owned_message();
         let Some(Inbound::Register(register)) = first.message else {
             return Err(AppError::new(
                 &error::PROTOCOL,
@@ -98,7 +98,7 @@ impl HostLinkService for LinkService {
         _ctx: RequestContext,
         mut requests: InboundStream<StreamRequest>,
     ) -> ServiceResult<ServiceStream<StreamResponse>> {
-        let first = first_message(&mut requests).await?;
+        let first = first_message(&mut requests).await?.to_owned_message();
         let Some(StreamInbound::Opened(opened)) = first.message else {
             return Err(
                 AppError::new(&error::PROTOCOL, "the first message of a byte stream is `opened`").into()
@@ -109,40 +109,21 @@ impl HostLinkService for LinkService {
                 .with_remedy("drop the stream")
         })?;
         let (responses, receiver) = mpsc::channel(STREAM_MESSAGES);
-        if waiter.send(HostStream { requests, responses }).is_err() {
+        if waiter.send((requests, responses)).is_err() {
             return Err(AppError::new(&error::STREAM_CUT, "the consumer of the stream has gone").into());
         }
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver).map(Ok))))
     }
 }
 
-async fn first_message<M>(requests: &mut InboundStream<M>) -> Result<M, ConnectError>
-where
-    M: connectrpc::HasMessageView + Send,
-    connectrpc::StreamMessage<M>: ToOwnedMessage<M>,
-{
-    match tokio::time::timeout(FIRST_MESSAGE_DEADLINE, requests.next()).await {
-        Ok(Some(Ok(message))) => Ok(message.into_message()),
-        Ok(Some(Err(error))) => Err(error),
+/// Returns the first message of a stream, which must come soon.
+pub(crate) async fn first_message<M>(
+    messages: &mut (impl Stream<Item = Result<M, ConnectError>> + Unpin),
+) -> Result<M, ConnectError> {
+    match tokio::time::timeout(FIRST_MESSAGE_DEADLINE, messages.next()).await {
+        Ok(Some(message)) => message,
         Ok(None) => Err(AppError::new(&error::PROTOCOL, "the stream ended before its first message").into()),
         Err(_) => Err(AppError::new(&error::PROTOCOL, "the first message did not come in time").into()),
-    }
-}
-
-/// The conversion that the runtime gives each message of ours.
-trait ToOwnedMessage<M> {
-    fn into_message(self) -> M;
-}
-
-impl ToOwnedMessage<ControlRequest> for connectrpc::StreamMessage<ControlRequest> {
-    fn into_message(self) -> ControlRequest {
-        self.to_owned_message()
-    }
-}
-
-impl ToOwnedMessage<StreamRequest> for connectrpc::StreamMessage<StreamRequest> {
-    fn into_message(self) -> StreamRequest {
-        self.to_owned_message()
     }
 }
 

@@ -266,6 +266,8 @@ impl Runner {
                                 Ok::<(), String>(())
                             });
                         }
+                        // It reads whatever comes, so that the end of each stream reaches it.
+                        Some(ToHost::CloseStream(_)) => {}
                         Some(ToHost::OpenStream(open)) => {
                             let runner = self.clone();
                             self.tasks.spawn(TASK, async move {
@@ -762,6 +764,7 @@ async fn channel(
             Some(StreamToHost::Data(data)) => drop(send.send(message(Message::Data(data))).await),
             Some(StreamToHost::DataEnd(_)) => {
                 let _ = send.send(message(ChannelEnd::default().into())).await;
+                send.close_send();
             }
             other => panic!("{other:?} on a channel"),
         }

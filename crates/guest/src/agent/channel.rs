@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "forks a child that serves files")]
 
 use std::net::Ipv6Addr;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::Path;
 use std::rc::Rc;
@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use cloister_api::guest::open_channel::Target;
 use cloister_api::guest::{self, ErrorKind};
+use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
 
@@ -30,6 +31,8 @@ pub(super) const FILE_WORKERS_MAX: usize = 16;
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// What is held of one direction of a port.
 const PORT_BUFFER_BYTES: usize = 64 * 1024;
+/// How long a program may take to read what a dialler that has gone had sent.
+const LINGER: Duration = Duration::from_secs(20);
 /// The descriptor of the channel in the child.
 const CHANNEL_FD: i32 = 3;
 
@@ -64,14 +67,22 @@ pub(super) async fn open(
             };
             writer.send(guest::ChannelOpened::default()).await?;
             let mut channel = join(reader, writer)?;
-            // Either side that breaks off ends both.
-            let _ = tokio::io::copy_bidirectional_with_sizes(
+            let dialler_gone = hung_up(&channel);
+            let copy = tokio::io::copy_bidirectional_with_sizes(
                 &mut channel,
                 &mut port,
                 PORT_BUFFER_BYTES,
                 PORT_BUFFER_BYTES,
-            )
-            .await;
+            );
+            tokio::select! {
+                // Either side that breaks off ends both.
+                _ = copy => {}
+                // Bytes that wait for a program which does not read would hide it. One that reads gets them.
+                () = async {
+                    let _ = dialler_gone.await;
+                    tokio::time::sleep(LINGER).await;
+                } => {}
+            }
             Ok(())
         }
         None => writer.send(error(ErrorKind::Invalid, "a channel leads to files or to a port")).await,
@@ -106,6 +117,23 @@ async fn connect(port: u32) -> Result<TcpStream, (ErrorKind, String)> {
         return Err((ErrorKind::NotFound, format!("nothing listens on port {port}")));
     }
     Err((ErrorKind::Internal, format!("connect to port {port}: {last}")))
+}
+
+/// Waits until the other end of `channel` is closed in both directions.
+fn hung_up(channel: &UnixStream) -> impl Future<Output = std::io::Result<()>> + use<> {
+    // A descriptor of its own, since what is known of one to be writable is forgotten below.
+    let watched = channel.as_fd().try_clone_to_owned().map(StdStream::from);
+    async move {
+        let watched = UnixStream::from_std(watched?)?;
+        loop {
+            if watched.ready(Interest::WRITABLE).await?.is_write_closed() {
+                return Ok(());
+            }
+            // Wakes when something changes, and not because nothing has.
+            let _ =
+                watched.try_io(Interest::WRITABLE, || Err::<(), _>(std::io::ErrorKind::WouldBlock.into()));
+        }
+    }
 }
 
 /// Returns what the child becomes; nothing for a plain process of a test.
@@ -185,9 +213,7 @@ fn become_worker(channel: &StdStream, prepared: Option<&PreparedExec>) -> std::i
         if channel.as_raw_fd() != CHANNEL_FD && libc::dup2(channel.as_raw_fd(), CHANNEL_FD) < 0 {
             return Err(std::io::Error::last_os_error());
         }
-        if libc::syscall(libc::SYS_close_range, CHANNEL_FD + 1, u32::MAX, 0) < 0 {
-            return Err(std::io::Error::last_os_error());
-        }
+        harden::close_range(CHANNEL_FD + 1, i32::MAX)?;
         <StdStream as std::os::fd::FromRawFd>::from_raw_fd(CHANNEL_FD)
     };
     std::env::set_current_dir("/")?;

@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 pub use self::exec::{PreparedExec, apply_exec, prepare_exec};
 pub use self::facts::isolation_facts;
 pub use self::landlock_domain::{REQUIRED_ABI, landlock_abi};
-pub(crate) use self::pid1::become_agent_user;
+pub(crate) use self::pid1::{become_agent_user, close_range};
 pub use self::pid1::{load_agent_config, pid1_apply};
 use crate::shim::config::Defence;
 

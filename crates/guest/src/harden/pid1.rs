@@ -100,8 +100,10 @@ fn close_others(config: &AgentConfig) -> Result<(), Errno> {
     close_range(next, RawFd::MAX)
 }
 
-fn close_range(first: RawFd, last: RawFd) -> Result<(), Errno> {
-    // SAFETY: pid 1 has just started and owns no descriptor in the range, so no value is left with a closed one.
+/// Closes every descriptor of a range. The gVisor of 2024 takes no number above `i32::MAX`.
+pub(crate) fn close_range(first: RawFd, last: RawFd) -> Result<(), Errno> {
+    // SAFETY: the process has just started, or was just forked and uses nothing of its parent's: no value that is used owns a
+    // descriptor in the range.
     // JUSTIFICATION: what was inherited by mistake is only known by number.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
     if result == 0 { Ok(()) } else { Err(last_errno()) }

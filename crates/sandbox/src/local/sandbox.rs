@@ -225,7 +225,10 @@ impl Sandbox for LocalSandbox {
     async fn open_channel(&self, target: &ChannelTarget) -> Result<Channel, SandboxError> {
         let directory = self.inner.paths().sandbox_dir(&self.spec.sandbox_id);
         let opened = cloister_guest::channel::open(&directory, target, ANSWER_DEADLINE).await;
-        let opened = opened.map_err(|error| self.error(error))?;
+        let opened = opened.map_err(|error| match (error, target) {
+            (ClientError::NotFound(_), ChannelTarget::Port(port)) => SandboxError::PortClosed(*port),
+            (error, _) => self.error(error),
+        })?;
         let (read, write) = opened.stream.into_split();
         Ok(Box::new(tokio::io::join(Cursor::new(opened.early).chain(read), write)))
     }

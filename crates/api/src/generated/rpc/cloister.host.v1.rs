@@ -1777,6 +1777,14 @@ impl ::buffa::Message for ControlResponse {
                         += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
                             + inner as u64;
                 }
+                __buffa::oneof::control_response::Message::CloseStream(x) => {
+                    let __slot = __cache.reserve();
+                    let inner = x.compute_size(__cache);
+                    __cache.set(__slot, inner);
+                    size
+                        += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                            + inner as u64;
+                }
             }
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -1810,6 +1818,14 @@ impl ::buffa::Message for ControlResponse {
                 __buffa::oneof::control_response::Message::OpenStream(x) => {
                     ::buffa::types::put_len_delimited_header(
                         3u32,
+                        u64::from(__cache.consume_next()),
+                        buf,
+                    );
+                    x.write_to(__cache, buf);
+                }
+                __buffa::oneof::control_response::Message::CloseStream(x) => {
+                    ::buffa::types::put_len_delimited_header(
+                        4u32,
                         u64::from(__cache.consume_next()),
                         buf,
                     );
@@ -1889,6 +1905,28 @@ impl ::buffa::Message for ControlResponse {
                     ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
                     self.message = ::core::option::Option::Some(
                         __buffa::oneof::control_response::Message::OpenStream(
+                            ::buffa::alloc::boxed::Box::new(val),
+                        ),
+                    );
+                }
+            }
+            4u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                if let ::core::option::Option::Some(
+                    __buffa::oneof::control_response::Message::CloseStream(
+                        ref mut existing,
+                    ),
+                ) = self.message
+                {
+                    ::buffa::Message::merge_length_delimited(&mut **existing, buf, ctx)?;
+                } else {
+                    let mut val = ::core::default::Default::default();
+                    ::buffa::Message::merge_length_delimited(&mut val, buf, ctx)?;
+                    self.message = ::core::option::Option::Some(
+                        __buffa::oneof::control_response::Message::CloseStream(
                             ::buffa::alloc::boxed::Box::new(val),
                         ),
                     );
@@ -2005,6 +2043,30 @@ impl<'de> ::serde::Deserialize<'de> for ControlResponse {
                                 }
                                 __oneof_message = Some(
                                     __buffa::oneof::control_response::Message::OpenStream(
+                                        ::buffa::alloc::boxed::Box::new(v),
+                                    ),
+                                );
+                            }
+                        }
+                        "closeStream" | "close_stream" => {
+                            let v: ::core::option::Option<CloseStream> = map
+                                .next_value_seed(
+                                    ::buffa::json_helpers::NullableDeserializeSeed(
+                                        ::buffa::json_helpers::DefaultDeserializeSeed::<
+                                            CloseStream,
+                                        >::new(),
+                                    ),
+                                )?;
+                            if let Some(v) = v {
+                                if __oneof_message.is_some() {
+                                    return Err(
+                                        ::serde::de::Error::custom(
+                                            "multiple oneof fields set for 'message'",
+                                        ),
+                                    );
+                                }
+                                __oneof_message = Some(
+                                    __buffa::oneof::control_response::Message::CloseStream(
                                         ::buffa::alloc::boxed::Box::new(v),
                                     ),
                                 );
@@ -7732,6 +7794,133 @@ pub const __CHANNEL_END_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa
     from_json: ::buffa::type_registry::any_from_json::<ChannelEnd>,
     is_wkt: false,
 };
+/// The consumer of a stream has gone. The stream's own end says so too, but may stand behind bytes that wait for a program which
+/// does not read. A stream that has ended, or is not known, is no error.
+#[derive(Clone, PartialEq, Default)]
+#[derive(::serde::Serialize, ::serde::Deserialize)]
+#[serde(default)]
+pub struct CloseStream {
+    /// Field 1: `stream_id`
+    #[serde(
+        rename = "streamId",
+        alias = "stream_id",
+        with = "::buffa::json_helpers::proto_string",
+        skip_serializing_if = "::buffa::json_helpers::skip_if::is_empty_str"
+    )]
+    pub stream_id: ::buffa::alloc::string::String,
+    #[serde(skip)]
+    #[doc(hidden)]
+    pub __buffa_unknown_fields: ::buffa::UnknownFields,
+}
+impl ::core::fmt::Debug for CloseStream {
+    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+        f.debug_struct("CloseStream").field("stream_id", &self.stream_id).finish()
+    }
+}
+impl CloseStream {
+    /// Protobuf type URL for this message, for use with `Any::pack` and
+    /// `Any::unpack_if`.
+    ///
+    /// Format: `type.googleapis.com/<fully.qualified.TypeName>`
+    pub const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.CloseStream";
+}
+::buffa::impl_default_instance!(CloseStream);
+impl ::buffa::MessageName for CloseStream {
+    const PACKAGE: &'static str = "cloister.host.v1";
+    const NAME: &'static str = "CloseStream";
+    const FULL_NAME: &'static str = "cloister.host.v1.CloseStream";
+    const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.CloseStream";
+}
+impl ::buffa::Message for CloseStream {
+    /// Returns the total encoded size in bytes.
+    ///
+    /// Accumulates in `u64` (which cannot overflow for in-memory
+    /// data) and saturates to `u32` at return, so a message whose
+    /// encoded size exceeds the 2 GiB protobuf limit yields a value
+    /// above [`::buffa::MAX_MESSAGE_BYTES`] that the encode entry
+    /// points reject, never a silently wrapped size.
+    #[allow(clippy::let_and_return)]
+    fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        let mut size = 0u64;
+        if !self.stream_id.is_empty() {
+            size += 1u64 + ::buffa::types::string_encoded_len(&self.stream_id) as u64;
+        }
+        size += self.__buffa_unknown_fields.encoded_len() as u64;
+        ::buffa::saturate_size(size)
+    }
+    fn write_to(
+        &self,
+        _cache: &mut ::buffa::SizeCache,
+        buf: &mut impl ::buffa::EncodeSink,
+    ) {
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        if !self.stream_id.is_empty() {
+            ::buffa::types::put_string_field(1u32, &self.stream_id, buf);
+        }
+        self.__buffa_unknown_fields.write_to(buf);
+    }
+    fn merge_field(
+        &mut self,
+        tag: ::buffa::encoding::Tag,
+        buf: &mut impl ::buffa::bytes::Buf,
+        ctx: ::buffa::DecodeContext<'_>,
+    ) -> ::core::result::Result<(), ::buffa::DecodeError> {
+        #[allow(unused_imports)]
+        use ::buffa::bytes::Buf as _;
+        #[allow(unused_imports)]
+        use ::buffa::Enumeration as _;
+        match tag.field_number() {
+            1u32 => {
+                ::buffa::encoding::check_wire_type(
+                    tag,
+                    ::buffa::encoding::WireType::LengthDelimited,
+                )?;
+                ::buffa::types::merge_string(&mut self.stream_id, buf)?;
+            }
+            _ => {
+                self.__buffa_unknown_fields
+                    .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
+            }
+        }
+        ::core::result::Result::Ok(())
+    }
+    fn clear(&mut self) {
+        self.stream_id.clear();
+        self.__buffa_unknown_fields.clear();
+    }
+}
+impl ::buffa::ExtensionSet for CloseStream {
+    const PROTO_FQN: &'static str = "cloister.host.v1.CloseStream";
+    fn unknown_fields(&self) -> &::buffa::UnknownFields {
+        &self.__buffa_unknown_fields
+    }
+    fn unknown_fields_mut(&mut self) -> &mut ::buffa::UnknownFields {
+        &mut self.__buffa_unknown_fields
+    }
+}
+impl ::buffa::json_helpers::ProtoElemJson for CloseStream {
+    fn serialize_proto_json<S: ::serde::Serializer>(
+        v: &Self,
+        s: S,
+    ) -> ::core::result::Result<S::Ok, S::Error> {
+        ::serde::Serialize::serialize(v, s)
+    }
+    fn deserialize_proto_json<'de, D: ::serde::Deserializer<'de>>(
+        d: D,
+    ) -> ::core::result::Result<Self, D::Error> {
+        <Self as ::serde::Deserialize>::deserialize(d)
+    }
+}
+#[doc(hidden)]
+pub const __CLOSE_STREAM_JSON_ANY: ::buffa::type_registry::JsonAnyEntry = ::buffa::type_registry::JsonAnyEntry {
+    type_url: "type.googleapis.com/cloister.host.v1.CloseStream",
+    to_json: ::buffa::type_registry::any_to_json::<CloseStream>,
+    from_json: ::buffa::type_registry::any_from_json::<CloseStream>,
+    is_wkt: false,
+};
 /// Host to coordinator on a byte stream.
 #[derive(Clone, PartialEq, Default)]
 #[derive(::serde::Serialize)]
@@ -11597,6 +11786,37 @@ pub mod __buffa {
                             );
                         }
                     }
+                    4u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        let __sub_ctx = ctx.descend()?;
+                        let sub = ::buffa::types::borrow_bytes(&mut cur)?;
+                        if let Some(
+                            super::super::__buffa::view::oneof::control_response::Message::CloseStream(
+                                ref mut existing,
+                            ),
+                        ) = view.message
+                        {
+                            ::buffa::MessageView::merge_into_view(
+                                &mut **existing,
+                                sub,
+                                __sub_ctx,
+                            )?;
+                        } else {
+                            view.message = Some(
+                                super::super::__buffa::view::oneof::control_response::Message::CloseStream(
+                                    ::buffa::alloc::boxed::Box::new(
+                                        <super::super::__buffa::view::CloseStreamView as ::buffa::MessageView>::decode_view_ctx(
+                                            sub,
+                                            __sub_ctx,
+                                        )?,
+                                    ),
+                                ),
+                            );
+                        }
+                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -11657,6 +11877,15 @@ pub mod __buffa {
                                             ),
                                         )
                                     }
+                                    super::super::__buffa::view::oneof::control_response::Message::CloseStream(
+                                        v,
+                                    ) => {
+                                        super::super::__buffa::oneof::control_response::Message::CloseStream(
+                                            ::buffa::alloc::boxed::Box::new(
+                                                v.to_owned_from_source(__buffa_src)?,
+                                            ),
+                                        )
+                                    }
                                 },
                             )
                         }
@@ -11699,6 +11928,16 @@ pub mod __buffa {
                                     + inner as u64;
                         }
                         super::super::__buffa::view::oneof::control_response::Message::OpenStream(
+                            x,
+                        ) => {
+                            let __slot = __cache.reserve();
+                            let inner = x.compute_size(__cache);
+                            __cache.set(__slot, inner);
+                            size
+                                += 1u64 + ::buffa::encoding::varint_len(inner as u64) as u64
+                                    + inner as u64;
+                        }
+                        super::super::__buffa::view::oneof::control_response::Message::CloseStream(
                             x,
                         ) => {
                             let __slot = __cache.reserve();
@@ -11753,6 +11992,16 @@ pub mod __buffa {
                             );
                             x.write_to(__cache, buf);
                         }
+                        super::super::__buffa::view::oneof::control_response::Message::CloseStream(
+                            x,
+                        ) => {
+                            ::buffa::types::put_len_delimited_header(
+                                4u32,
+                                u64::from(__cache.consume_next()),
+                                buf,
+                            );
+                            x.write_to(__cache, buf);
+                        }
                     }
                 }
                 self.__buffa_unknown_fields.write_to(buf);
@@ -11792,6 +12041,11 @@ pub mod __buffa {
                             v,
                         ) => {
                             __map.serialize_entry("openStream", v)?;
+                        }
+                        super::super::__buffa::view::oneof::control_response::Message::CloseStream(
+                            v,
+                        ) => {
+                            __map.serialize_entry("closeStream", v)?;
                         }
                     }
                 }
@@ -21731,6 +21985,273 @@ pub mod __buffa {
                 ::serde::Serialize::serialize(&self.0, __s)
             }
         }
+        /// The consumer of a stream has gone. The stream's own end says so too, but may stand behind bytes that wait for a program which
+        /// does not read. A stream that has ended, or is not known, is no error.
+        #[derive(Clone, Debug, Default)]
+        pub struct CloseStreamView<'a> {
+            /// Field 1: `stream_id`
+            pub stream_id: &'a str,
+            pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
+        }
+        impl<'a> ::buffa::MessageView<'a> for CloseStreamView<'a> {
+            type Owned = super::super::CloseStream;
+            fn decode_view(
+                buf: &'a [u8],
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                let __limit = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_UNKNOWN_FIELD_LIMIT,
+                );
+                let __elem = ::core::cell::Cell::new(
+                    ::buffa::DEFAULT_ELEMENT_MEMORY_LIMIT,
+                );
+                <Self as ::buffa::MessageView>::decode_view_ctx(
+                    buf,
+                    ::buffa::DecodeContext::new(::buffa::RECURSION_LIMIT, &__limit)
+                        .with_element_memory(&__elem),
+                )
+            }
+            fn decode_view_with_ctx(
+                buf: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                <Self as ::buffa::MessageView>::decode_view_ctx(buf, ctx)
+            }
+            #[inline]
+            fn merge_view_field(
+                &mut self,
+                tag: ::buffa::encoding::Tag,
+                cur: &'a [u8],
+                before_tag: &'a [u8],
+                ctx: ::buffa::DecodeContext<'_>,
+            ) -> ::core::result::Result<&'a [u8], ::buffa::DecodeError> {
+                let _ = ctx;
+                #[allow(unused_variables)]
+                let view = self;
+                let mut cur = cur;
+                match tag.field_number() {
+                    1u32 => {
+                        ::buffa::encoding::check_wire_type(
+                            tag,
+                            ::buffa::encoding::WireType::LengthDelimited,
+                        )?;
+                        view.stream_id = ::buffa::types::borrow_str(&mut cur)?;
+                    }
+                    _ => {
+                        ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
+                        let span_len = before_tag.len() - cur.len();
+                        view.__buffa_unknown_fields
+                            .push_record(before_tag, span_len, ctx)?;
+                    }
+                }
+                ::core::result::Result::Ok(cur)
+            }
+            fn to_owned_message(
+                &self,
+            ) -> ::core::result::Result<
+                super::super::CloseStream,
+                ::buffa::DecodeError,
+            > {
+                self.to_owned_from_source(None)
+            }
+            #[allow(clippy::useless_conversion, clippy::needless_update)]
+            fn to_owned_from_source(
+                &self,
+                __buffa_src: ::core::option::Option<&::buffa::bytes::Bytes>,
+            ) -> ::core::result::Result<
+                super::super::CloseStream,
+                ::buffa::DecodeError,
+            > {
+                #[allow(unused_imports)]
+                use ::buffa::alloc::string::ToString as _;
+                let _ = __buffa_src;
+                ::core::result::Result::Ok(super::super::CloseStream {
+                    stream_id: self.stream_id.to_string(),
+                    __buffa_unknown_fields: self
+                        .__buffa_unknown_fields
+                        .to_owned()?
+                        .into(),
+                    ..::core::default::Default::default()
+                })
+            }
+        }
+        impl<'a> ::buffa::ViewEncode<'a> for CloseStreamView<'a> {
+            #[allow(clippy::needless_borrow, clippy::let_and_return)]
+            fn compute_size(&self, _cache: &mut ::buffa::SizeCache) -> u32 {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                let mut size = 0u64;
+                if !self.stream_id.is_empty() {
+                    size
+                        += 1u64
+                            + ::buffa::types::string_encoded_len(&self.stream_id) as u64;
+                }
+                size += self.__buffa_unknown_fields.encoded_len() as u64;
+                ::buffa::saturate_size(size)
+            }
+            #[allow(clippy::needless_borrow)]
+            fn write_to(
+                &self,
+                _cache: &mut ::buffa::SizeCache,
+                buf: &mut impl ::buffa::EncodeSink,
+            ) {
+                #[allow(unused_imports)]
+                use ::buffa::Enumeration as _;
+                if !self.stream_id.is_empty() {
+                    ::buffa::types::put_string_field(1u32, &self.stream_id, buf);
+                }
+                self.__buffa_unknown_fields.write_to(buf);
+            }
+        }
+        /// Serializes this view as protobuf JSON.
+        ///
+        /// Implicit-presence fields with default values are omitted, `required`
+        /// fields are always emitted, explicit-presence (`optional`) fields are
+        /// emitted only when set, bytes fields are base64-encoded, and enum
+        /// values are their proto name strings.
+        ///
+        /// This impl uses `serialize_map(None)` because the number of emitted
+        /// fields depends on default-omission rules; serializers that require
+        /// known map lengths (e.g. `bincode`) will return a runtime error.
+        /// Use the owned message type for those formats.
+        impl<'__a> ::serde::Serialize for CloseStreamView<'__a> {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                use ::serde::ser::SerializeMap as _;
+                let mut __map = __s.serialize_map(::core::option::Option::None)?;
+                if !::buffa::json_helpers::skip_if::is_empty_str(self.stream_id) {
+                    __map.serialize_entry("streamId", self.stream_id)?;
+                }
+                __map.end()
+            }
+        }
+        impl<'a> ::buffa::MessageName for CloseStreamView<'a> {
+            const PACKAGE: &'static str = "cloister.host.v1";
+            const NAME: &'static str = "CloseStream";
+            const FULL_NAME: &'static str = "cloister.host.v1.CloseStream";
+            const TYPE_URL: &'static str = "type.googleapis.com/cloister.host.v1.CloseStream";
+        }
+        ::buffa::impl_default_view_instance!(CloseStreamView);
+        ::buffa::impl_view_reborrow!(CloseStreamView);
+        /** Self-contained, `'static` owned view of a `CloseStream` message.
+
+ Wraps [`::buffa::OwnedView`]`<`[`CloseStreamView`]`<'static>>`: the decoded view and the [`::buffa::bytes::Bytes`] buffer it borrows from travel together, so the handle is `'static` and `Send + Sync` — suitable for async handlers, spawned tasks, and anywhere a `'static` bound is required.
+
+ Field accessors return borrows tied to `&self`. Use [`Self::view`] to get the full [`CloseStreamView`] when you need struct patterns, iteration helpers, or to pass the view to lifetime-parameterised code.*/
+        #[derive(Clone, Debug)]
+        pub struct CloseStreamOwnedView(::buffa::OwnedView<CloseStreamView<'static>>);
+        impl CloseStreamOwnedView {
+            /// Decode an owned view from a [`::buffa::bytes::Bytes`] buffer.
+            ///
+            /// The view borrows directly from the buffer's data; the buffer is
+            /// retained inside the returned handle.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer contains invalid
+            /// protobuf data.
+            pub fn decode(
+                bytes: ::buffa::bytes::Bytes,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    CloseStreamOwnedView(::buffa::OwnedView::decode(bytes)?),
+                )
+            }
+            /// Decode with custom [`::buffa::DecodeOptions`] (recursion limit,
+            /// max message size).
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError`] if the buffer is invalid or
+            /// exceeds the configured limits.
+            pub fn decode_with_options(
+                bytes: ::buffa::bytes::Bytes,
+                opts: &::buffa::DecodeOptions,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    CloseStreamOwnedView(
+                        ::buffa::OwnedView::decode_with_options(bytes, opts)?,
+                    ),
+                )
+            }
+            /// Build from an owned message via an encode → decode round-trip.
+            ///
+            /// # Errors
+            ///
+            /// Returns [`::buffa::DecodeError::MessageTooLarge`] if the
+            /// message's encoded size exceeds the 2 GiB protobuf limit, or
+            /// another [`::buffa::DecodeError`] if the re-encoded bytes are
+            /// somehow invalid (should not happen for well-formed messages).
+            pub fn from_owned(
+                msg: &super::super::CloseStream,
+            ) -> ::core::result::Result<Self, ::buffa::DecodeError> {
+                ::core::result::Result::Ok(
+                    CloseStreamOwnedView(::buffa::OwnedView::from_owned(msg)?),
+                )
+            }
+            /// Borrow the full [`CloseStreamView`] with its lifetime tied to `&self`.
+            #[must_use]
+            pub fn view(&self) -> &CloseStreamView<'_> {
+                self.0.reborrow()
+            }
+            /// Convert to the owned message type.
+            ///
+            /// Infallible: this type's constructors wire-decode their
+            /// buffer, and a view produced by wire decoding always
+            /// converts. Delegates to [`::buffa::OwnedView::to_owned_message`],
+            /// whose contract also governs handles converted from a raw
+            /// [`::buffa::OwnedView`].
+            #[must_use]
+            pub fn to_owned_message(&self) -> super::super::CloseStream {
+                self.0.to_owned_message()
+            }
+            /// The underlying bytes buffer.
+            #[must_use]
+            pub fn bytes(&self) -> &::buffa::bytes::Bytes {
+                self.0.bytes()
+            }
+            /// Consume the handle, returning the underlying bytes buffer.
+            #[must_use]
+            pub fn into_bytes(self) -> ::buffa::bytes::Bytes {
+                self.0.into_bytes()
+            }
+            /// Field 1: `stream_id`
+            #[must_use]
+            pub fn stream_id(&self) -> &'_ str {
+                self.0.reborrow().stream_id
+            }
+        }
+        impl ::core::convert::From<::buffa::OwnedView<CloseStreamView<'static>>>
+        for CloseStreamOwnedView {
+            fn from(inner: ::buffa::OwnedView<CloseStreamView<'static>>) -> Self {
+                CloseStreamOwnedView(inner)
+            }
+        }
+        impl ::core::convert::From<CloseStreamOwnedView>
+        for ::buffa::OwnedView<CloseStreamView<'static>> {
+            fn from(wrapper: CloseStreamOwnedView) -> Self {
+                wrapper.0
+            }
+        }
+        impl ::core::convert::AsRef<::buffa::OwnedView<CloseStreamView<'static>>>
+        for CloseStreamOwnedView {
+            fn as_ref(&self) -> &::buffa::OwnedView<CloseStreamView<'static>> {
+                &self.0
+            }
+        }
+        impl ::buffa::HasMessageView for super::super::CloseStream {
+            type View<'a> = CloseStreamView<'a>;
+            type ViewHandle = CloseStreamOwnedView;
+        }
+        impl ::serde::Serialize for CloseStreamOwnedView {
+            fn serialize<__S: ::serde::Serializer>(
+                &self,
+                __s: __S,
+            ) -> ::core::result::Result<__S::Ok, __S::Error> {
+                ::serde::Serialize::serialize(&self.0, __s)
+            }
+        }
         /// Host to coordinator on a byte stream.
         #[derive(Clone, Debug, Default)]
         pub struct StreamRequestView<'a> {
@@ -23657,6 +24178,13 @@ pub mod __buffa {
                             super::super::super::super::__buffa::view::OpenStreamView<'a>,
                         >,
                     ),
+                    CloseStream(
+                        ::buffa::alloc::boxed::Box<
+                            super::super::super::super::__buffa::view::CloseStreamView<
+                                'a,
+                            >,
+                        >,
+                    ),
                 }
             }
             pub mod command {
@@ -23975,6 +24503,9 @@ pub mod __buffa {
                 Registered(::buffa::alloc::boxed::Box<super::super::super::Registered>),
                 Command(::buffa::alloc::boxed::Box<super::super::super::Command>),
                 OpenStream(::buffa::alloc::boxed::Box<super::super::super::OpenStream>),
+                CloseStream(
+                    ::buffa::alloc::boxed::Box<super::super::super::CloseStream>,
+                ),
             }
             impl ::buffa::Oneof for Message {}
             impl From<super::super::super::Registered> for Message {
@@ -24009,6 +24540,17 @@ pub mod __buffa {
                     Self::Some(Message::from(v))
                 }
             }
+            impl From<super::super::super::CloseStream> for Message {
+                fn from(v: super::super::super::CloseStream) -> Self {
+                    Self::CloseStream(::buffa::alloc::boxed::Box::new(v))
+                }
+            }
+            impl From<super::super::super::CloseStream>
+            for ::core::option::Option<Message> {
+                fn from(v: super::super::super::CloseStream) -> Self {
+                    Self::Some(Message::from(v))
+                }
+            }
             impl ::serde::Serialize for Message {
                 fn serialize<S: ::serde::Serializer>(
                     &self,
@@ -24025,6 +24567,9 @@ pub mod __buffa {
                         }
                         Self::OpenStream(v) => {
                             map.serialize_entry("openStream", &**v)?;
+                        }
+                        Self::CloseStream(v) => {
+                            map.serialize_entry("closeStream", &**v)?;
                         }
                     }
                     map.end()
@@ -24679,6 +25224,7 @@ pub mod __buffa {
         reg.register_json_any(super::__PORT_TARGET_JSON_ANY);
         reg.register_json_any(super::__CHANNEL_OPENED_JSON_ANY);
         reg.register_json_any(super::__CHANNEL_END_JSON_ANY);
+        reg.register_json_any(super::__CLOSE_STREAM_JSON_ANY);
         reg.register_json_any(super::__STREAM_REQUEST_JSON_ANY);
         reg.register_json_any(super::__STREAM_OPENED_JSON_ANY);
         reg.register_json_any(super::__STREAM_END_JSON_ANY);
@@ -24821,6 +25367,10 @@ pub use self::__buffa::view::ChannelOpenedOwnedView;
 pub use self::__buffa::view::ChannelEndView;
 #[doc(inline)]
 pub use self::__buffa::view::ChannelEndOwnedView;
+#[doc(inline)]
+pub use self::__buffa::view::CloseStreamView;
+#[doc(inline)]
+pub use self::__buffa::view::CloseStreamOwnedView;
 #[doc(inline)]
 pub use self::__buffa::view::StreamRequestView;
 #[doc(inline)]
