@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cloister_api::app::TransferStart;
 use cloister_api::guest::{self, FileInfo};
-use cloister_guest::files::{FileLink, FilesError, Receiver, ReceiverOptions, Report, Sender, SenderOptions};
+use cloister_guest::files::{FileLink, FilesError, Receiver, ReceiverOptions, Report, Sender};
 use cloister_guest::frames::{Body, FrameError};
 use connectrpc::{ConnectError, ErrorCode};
 use tokio::net::UnixStream;
@@ -51,7 +51,7 @@ impl<'a> SessionFiles<'a> {
     ///
     /// Why it cannot be known.
     pub(crate) async fn stat(&self, path: &[u8]) -> Result<Option<FileInfo>, CliError> {
-        let request = guest::StatFile { path: path.to_vec(), follow: true, ..guest::StatFile::default() };
+        let request = guest::StatFile { path: path.to_vec(), ..guest::StatFile::default() };
         let asked = self.converse(move |link| {
             link.queue(request)?;
             match link.expect()? {
@@ -89,8 +89,7 @@ impl<'a> SessionFiles<'a> {
                 expect_begun(link)?;
                 let top = top.map_err(FrameError::Read)?;
                 let mut tell = |report: &Report| drop(progress.send_replace(report.clone()));
-                let options = SenderOptions { after, ..SenderOptions::default() };
-                Sender::new(link, options, &mut tell).run(top, &name)
+                Sender::new(link, after, &mut tell).run(top, &name)
             })
         })
         .await

@@ -225,9 +225,15 @@ fn files_are_copied_and_ports_forwarded_on_gvisor() {
     assert_eq!(fs::read_link(back.join("link")).unwrap(), std::path::Path::new("sub/program"));
     // As a user who may not, and a link that leads to the host's files leads to the sandbox's.
     up.run(&["cp", "-u", "nobody", "box:/root/.", up.path("root").to_str().unwrap()]).expect(1);
-    up.run(&["exec", "box", "--", "ln", "-s", "/proc/sys/kernel/osrelease", "kernel"]).expect(0);
-    let kernel = up.ok(&["exec", "box", "--", "uname", "-r"]);
-    assert_ne!(kernel.trim(), fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().trim());
+    up.run(&["exec", "box", "--", "ln", "-s", "/etc/hostname", "name"]).expect(0);
+    up.run(&["cp", "-n", "box:name", up.path("name").to_str().unwrap()]).expect(0);
+    let name = up.ok(&["exec", "box", "--", "cat", "/etc/hostname"]);
+    assert_eq!(fs::read_to_string(up.path("name")).unwrap().trim(), name);
+    assert_ne!(name, fs::read_to_string("/etc/hostname").unwrap().trim());
+    // Not replacing a file takes a call that this kernel must have.
+    let program = tree.join("sub/program");
+    up.run(&["cp", "-n", program.to_str().unwrap(), "box:once"]).expect(0);
+    up.run(&["cp", "-n", program.to_str().unwrap(), "box:once"]).expect(1).says(&["it is there already"]);
 
     let server = "import socket\ns=socket.create_server(('127.0.0.1',7000))\nwhile True:\n c,_=s.accept()\n c.sendall(b'first word')\n c.recv(1)\n c.close()";
     if !which("python3") {

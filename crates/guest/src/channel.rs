@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use crate::client::ClientError;
 use crate::connection::OpenError;
 use crate::frames::{self, Body, FrameError};
-use crate::shim::config::ShimConfig;
+use crate::shim::config::{CONFIG_FILE, ShimConfig};
 use crate::shim::lifecycle::dial;
 
 /// An open channel.
@@ -35,7 +35,7 @@ pub async fn open(
     deadline: Duration,
 ) -> Result<Channel, ClientError> {
     let socket = sandbox_dir.to_owned();
-    let config: ShimConfig = match std::fs::read(sandbox_dir.join("shim.json")) {
+    let config: ShimConfig = match tokio::fs::read(sandbox_dir.join(CONFIG_FILE)).await {
         Ok(bytes) => serde_json::from_slice(&bytes)
             .map_err(|error| ClientError::Connect { socket: socket.clone(), source: error.into() })?,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(ClientError::Gone(socket)),

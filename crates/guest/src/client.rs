@@ -74,11 +74,7 @@ impl ClientError {
         let message = error.message;
         match error.kind.as_known() {
             Some(ErrorKind::ERROR_KIND_NOT_FOUND) => Self::NotFound(message),
-            Some(
-                ErrorKind::ERROR_KIND_INVALID
-                | ErrorKind::ERROR_KIND_PERMISSION_DENIED
-                | ErrorKind::ERROR_KIND_EXISTS,
-            ) => Self::Invalid(message),
+            Some(ErrorKind::ERROR_KIND_INVALID) => Self::Invalid(message),
             Some(ErrorKind::ERROR_KIND_CONFLICT) => Self::Conflict(message),
             Some(ErrorKind::ERROR_KIND_NOT_RUNNING) => Self::NotRunning(message),
             Some(ErrorKind::ERROR_KIND_EXHAUSTED) => Self::Exhausted(message),

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! What both ends share is here as a library: [`frames`] puts messages on a socket, [`convert`] checks what they
-//! mean, [`client`] asks a shim. Both programs are single-threaded, and neither keeps more of what a program prints
+//! mean, [`client`] asks a shim, [`channel`] dials the agent for bytes, and [`files`] is what both ends of a copy do. Both programs are single-threaded, and neither keeps more of what a program prints
 //! than one frame: a peer that does not read stops the program.
 
 pub mod agent;

@@ -325,6 +325,8 @@ cases! {
     a_new_size_reaches_the_program,
     ctrl_c_and_ctrl_d_are_typed,
     an_exec_without_a_terminal_has_none,
+    files_are_written_as_the_channels_user,
+    a_port_where_nobody_listens_is_closed,
     memory_limit_is_reported_by_name,
     the_sandbox_survives_the_work_running_out_of_memory,
     process_limit_is_reported_by_name,

@@ -21,7 +21,7 @@ pub enum FilesError {
         /// Its words.
         message: String,
     },
-    /// The kernel refused.
+    /// The kernel refused a request as a whole; the next one may be made.
     #[error("{operation}: {}", words(*errno))]
     Kernel {
         /// What was tried, with its path.
@@ -48,18 +48,11 @@ impl FilesError {
             Self::Refused { kind, .. } => *kind,
             Self::Kernel { errno, .. } => match *errno {
                 Errno::NOENT => ErrorKind::ERROR_KIND_NOT_FOUND,
-                Errno::ACCESS | Errno::PERM | Errno::ROFS => ErrorKind::ERROR_KIND_PERMISSION_DENIED,
-                Errno::EXIST | Errno::NOTEMPTY => ErrorKind::ERROR_KIND_EXISTS,
                 Errno::NOSPC | Errno::DQUOT | Errno::MFILE | Errno::NFILE | Errno::NOMEM => {
                     ErrorKind::ERROR_KIND_EXHAUSTED
                 }
-                Errno::NOTDIR
-                | Errno::ISDIR
-                | Errno::LOOP
-                | Errno::NAMETOOLONG
-                | Errno::INVAL
-                | Errno::XDEV => ErrorKind::ERROR_KIND_INVALID,
-                _ => ErrorKind::ERROR_KIND_INTERNAL,
+                Errno::IO => ErrorKind::ERROR_KIND_INTERNAL,
+                _ => ErrorKind::ERROR_KIND_INVALID,
             },
         }
     }

@@ -17,7 +17,7 @@ const SECTOR_BYTES: u64 = 512;
 /// # Errors
 ///
 /// The kernel's.
-pub fn info_of(dir: BorrowedFd<'_>, name: &CStr) -> Result<FileInfo, Errno> {
+pub(super) fn info_of(dir: BorrowedFd<'_>, name: &CStr) -> Result<FileInfo, Errno> {
     let stat = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
     let mut info = from_stat(&stat);
     if is(&info, FileKind::FILE_KIND_SYMLINK) {
@@ -38,11 +38,14 @@ pub(super) fn from_stat(stat: &Stat) -> FileInfo {
         mode: stat.st_mode & MODE_BITS,
         size: u64::try_from(stat.st_size).unwrap_or(0),
         modified_unix_ns: modified_ns(stat),
-        uid: stat.st_uid,
-        gid: stat.st_gid,
-        allocated_bytes: u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(SECTOR_BYTES),
         ..FileInfo::default()
     }
+}
+
+/// Returns whether less of the file is on the disk than it is long.
+pub(super) fn may_have_holes(stat: &Stat) -> bool {
+    let on_disk = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(SECTOR_BYTES);
+    on_disk < u64::try_from(stat.st_size).unwrap_or(0)
 }
 
 pub(super) fn modified_ns(stat: &Stat) -> i64 {

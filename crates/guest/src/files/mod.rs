@@ -34,11 +34,10 @@ mod send;
 mod serve;
 
 pub use self::error::FilesError;
-pub use self::info::info_of;
 pub use self::link::FileLink;
 pub use self::receive::{Receiver, ReceiverOptions};
 pub use self::root::Root;
-pub use self::send::{Sender, SenderOptions};
+pub use self::send::Sender;
 pub use self::serve::serve;
 
 use std::os::unix::ffi::OsStrExt as _;

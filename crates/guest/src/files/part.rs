@@ -48,7 +48,10 @@ impl Part {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let Ok(file) = openat(dir, name, flags, Mode::empty()) else { return Ok(None) };
         let stat = fstat(&file)?;
-        let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && stat.st_nlink == 1;
+        // Where others may make files too, one may have been laid out for this: its owner could change it afterwards.
+        let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+            && stat.st_nlink == 1
+            && stat.st_uid == rustix::process::geteuid().as_raw();
         let length = u64::try_from(stat.st_size).unwrap_or(u64::MAX);
         if !is_ours || length == 0 || length > info.size {
             return Ok(None);

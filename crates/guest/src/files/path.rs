@@ -53,6 +53,12 @@ pub(super) fn join(path: &[u8], name: &[u8]) -> Vec<u8> {
     }
 }
 
+/// Returns whether `path` is `directory` or below it.
+pub(super) fn is_below(path: &[u8], directory: &[u8]) -> bool {
+    directory.is_empty()
+        || path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
+}
+
 /// Compares two paths in the order in which a tree is sent.
 pub(super) fn order(one: &[u8], other: &[u8]) -> Ordering {
     one.split(|byte| *byte == b'/').cmp(other.split(|byte| *byte == b'/'))

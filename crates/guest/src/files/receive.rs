@@ -62,8 +62,8 @@ struct OpenDirectory {
 /// What became of an entry.
 enum Placed {
     Done,
-    /// Its content is to be read.
-    Content,
+    /// A file's content is to be read, under this name.
+    Content(CString),
 }
 
 impl<'a> Receiver<'a> {
@@ -101,13 +101,8 @@ impl<'a> Receiver<'a> {
             }
         }
         self.leave(0);
-        let end = guest::TransferEnd {
-            entries: self.report.entries,
-            bytes: self.report.bytes,
-            problems: self.report.problem_count,
-            ..guest::TransferEnd::default()
-        };
-        self.link.queue(end)?;
+        let entries = self.report.entries;
+        self.link.queue(guest::TransferEnd { entries, ..guest::TransferEnd::default() })?;
         self.link.flush()?;
         (self.progress)(&self.report);
         Ok(self.report)
@@ -121,18 +116,14 @@ impl<'a> Receiver<'a> {
         let placed = self.place(&entry.path, info);
         let path = &entry.path;
         match placed {
-            Ok(Placed::Done) => {
-                if is_file {
-                    return Err(FrameError::Unexpected("a file with a name").into());
-                }
-            }
-            Ok(Placed::Content) => {
-                if !self.file(path, info, entry.resumable)? {
+            Ok(Placed::Done) => {}
+            Ok(Placed::Content(name)) => {
+                if !self.file(path, &name, info, entry.resumable)? {
                     return Ok(());
                 }
             }
             Err(why) => {
-                if self.lost.as_ref().is_none_or(|lost| !is_below(path, lost)) {
+                if self.lost.as_ref().is_none_or(|lost| !path::is_below(path, lost)) {
                     self.problem(path, &why)?;
                     self.lost = Some(path.clone());
                 }
@@ -166,7 +157,7 @@ impl<'a> Receiver<'a> {
                 self.symlink(&last, info).map_err(words)?;
                 Ok(Placed::Done)
             }
-            Some(FileKind::FILE_KIND_FILE) => Ok(Placed::Content),
+            Some(FileKind::FILE_KIND_FILE) => Ok(Placed::Content(last)),
             _ => Err("a device, a pipe or a socket is not copied".to_owned()),
         }
     }
@@ -230,18 +221,16 @@ impl<'a> Receiver<'a> {
     }
 
     /// Reads a file's content into its place; returns whether it is there.
-    fn file(&mut self, path: &[u8], info: &FileInfo, resumable: bool) -> Result<bool, FilesError> {
-        let name = match path::names(path).ok().and_then(|mut names| names.pop()) {
-            Some(name) => name,
-            // The tree is this one file.
-            None => match path::names(&self.options.top).ok().and_then(|mut names| names.pop()) {
-                Some(name) => name,
-                None => return Err(FrameError::Unexpected("a file with a name").into()),
-            },
-        };
+    fn file(
+        &mut self,
+        path: &[u8],
+        name: &CStr,
+        info: &FileInfo,
+        resumable: bool,
+    ) -> Result<bool, FilesError> {
         let opened = self
-            .check_place(&name)
-            .and_then(|()| Part::open(self.directory_fd(), &name, info, resumable).map_err(words));
+            .check_place(name)
+            .and_then(|()| Part::open(self.directory_fd(), name, info, resumable).map_err(words));
         let mut part = match opened {
             Ok(part) => part,
             Err(why) => {
@@ -262,7 +251,8 @@ impl<'a> Receiver<'a> {
                 return Err(FrameError::Unexpected("where the file goes on").into());
             };
             let kept = part.offset;
-            if !part.start(start.offset).map_err(FilesError::kernel("begin the file again"))? {
+            // The sender has gone on: there is no way to tell this file's failure alone.
+            if !part.start(start.offset).map_err(|errno| FrameError::Write(errno.into()))? {
                 return Err(FrameError::Unexpected("the offset that was offered, or zero").into());
             }
             self.report.resumed_bytes += if start.offset == 0 { 0 } else { kept };
@@ -282,9 +272,9 @@ impl<'a> Receiver<'a> {
                 fchmod(&part.file, Mode::from_raw_mode(info.mode & self.options.mode_mask))?;
                 info::set_modified(&part.file, info.modified_unix_ns)?;
                 if self.options.keep_existing {
-                    renameat_with(dir, &part.name, dir, &name, RenameFlags::NOREPLACE)
+                    renameat_with(dir, &part.name, dir, name, RenameFlags::NOREPLACE)
                 } else {
-                    renameat(dir, &part.name, dir, &name)
+                    renameat(dir, &part.name, dir, name)
                 }
             };
             put().map_err(words)
@@ -386,13 +376,9 @@ impl<'a> Receiver<'a> {
         }
         self.told = (entries, bytes);
         let Some(path) = self.report.written.clone() else { return Ok(()) };
-        self.link.queue(guest::FilesWritten { path, entries, bytes, ..guest::FilesWritten::default() })?;
+        self.link.queue(guest::FilesWritten { path, entries, ..guest::FilesWritten::default() })?;
         self.link.flush()
     }
-}
-
-fn is_below(path: &[u8], directory: &[u8]) -> bool {
-    path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
 }
 
 /// Opens a directory, never through a link.

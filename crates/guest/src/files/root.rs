@@ -1,10 +1,10 @@
 //! The directory that is `/` to whoever asks.
 
 use std::ffi::CString;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, openat, openat2, statat};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat, openat2};
 use rustix::io::Errno;
 
 /// How often a path is resolved again that was renamed meanwhile.
@@ -55,46 +55,6 @@ impl Root {
             }
         }
         Err(Errno::AGAIN)
-    }
-
-    /// Opens the directory that `path` stands in, and returns it with the last name; no name for the root itself.
-    pub(super) fn open_parent(&self, path: &[u8]) -> Result<(OwnedFd, Option<CString>), Errno> {
-        let end = path.iter().rposition(|byte| *byte != b'/').map_or(0, |at| at + 1);
-        let path = &path[..end];
-        let begin = path.iter().rposition(|byte| *byte == b'/').map_or(0, |at| at + 1);
-        let (parent, name) = path.split_at(begin);
-        let directory = OFlags::PATH | OFlags::DIRECTORY;
-        match name {
-            // What such a name stands for is found by resolving it.
-            b"" | b"." | b".." => Ok((self.open(path, directory)?, None)),
-            name => {
-                let name = CString::new(name).map_err(|_| Errno::INVAL)?;
-                Ok((self.open(parent, directory)?, Some(name)))
-            }
-        }
-    }
-
-    /// Opens the directory at `path`, and makes what is missing of it.
-    pub(super) fn ensure_directory(&self, path: &[u8]) -> Result<OwnedFd, Errno> {
-        let directory = OFlags::PATH | OFlags::DIRECTORY;
-        let mut made: Vec<u8> = b"/".to_vec();
-        match self.open(path, directory) {
-            Err(Errno::NOENT) => {}
-            other => return other,
-        }
-        for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty()) {
-            let (parent, last) =
-                (self.open(&made, directory)?, CString::new(name).map_err(|_| Errno::INVAL)?);
-            if name != b"." && name != b".." && statat(&parent, &last, AtFlags::SYMLINK_NOFOLLOW).is_err() {
-                match rustix::fs::mkdirat(parent.as_fd(), &last, Mode::from_raw_mode(0o755)) {
-                    Ok(()) | Err(Errno::EXIST) => {}
-                    Err(errno) => return Err(errno),
-                }
-            }
-            made.extend_from_slice(name);
-            made.push(b'/');
-        }
-        self.open(path, directory)
     }
 }
 

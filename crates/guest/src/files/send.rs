@@ -24,19 +24,11 @@ const PIECE_BYTES: usize = 128 * 1024;
 /// The receiver is listened to after this many entries, which keeps what it says from filling the stream.
 const LISTEN_ENTRIES: u64 = 16;
 
-/// What is sent, and what is not.
-#[derive(Debug, Clone, Default)]
-pub struct SenderOptions {
-    /// Entries and hashes only.
-    pub without_content: bool,
-    /// Leave out files and links up to this path.
-    pub after: Option<Vec<u8>>,
-}
-
 /// Sends one tree.
 pub struct Sender<'a> {
     link: &'a mut FileLink,
-    options: SenderOptions,
+    /// What an earlier transfer has written, up to this path.
+    after: Option<Vec<u8>>,
     progress: Progress<'a>,
     report: Report,
     /// Entries that were sent.
@@ -45,9 +37,10 @@ pub struct Sender<'a> {
 }
 
 impl<'a> Sender<'a> {
-    /// Returns a sender to `link`, whose other end is a receiver by now.
-    pub fn new(link: &'a mut FileLink, options: SenderOptions, progress: Progress<'a>) -> Self {
-        Self { link, options, progress, report: Report::default(), sent: 0, piece: vec![0; PIECE_BYTES] }
+    /// Returns a sender to `link`, whose other end is a receiver by now. What stands up to `after` in the tree's order is left
+    /// out, but for the directories on the way to it, which get their modes and times again.
+    pub fn new(link: &'a mut FileLink, after: Option<Vec<u8>>, progress: Progress<'a>) -> Self {
+        Self { link, after, progress, report: Report::default(), sent: 0, piece: vec![0; PIECE_BYTES] }
     }
 
     /// Sends what `top` is, a file or a directory, under the path `announced`, and waits until all of it is in its place.
@@ -57,13 +50,7 @@ impl<'a> Sender<'a> {
     /// The stream broke or the receiver gave up. One path that cannot be read is a problem of the report.
     pub fn run(mut self, top: OwnedFd, announced: &[u8]) -> Result<Report, FilesError> {
         self.opened(top, announced, 0)?;
-        let end = guest::TransferEnd {
-            entries: self.sent,
-            bytes: self.report.bytes,
-            problems: self.report.problem_count,
-            ..guest::TransferEnd::default()
-        };
-        self.link.queue(end)?;
+        self.link.queue(guest::TransferEnd::default())?;
         loop {
             let body = self.link.expect()?;
             if let Body::TransferEnd(end) = body {
@@ -85,19 +72,17 @@ impl<'a> Sender<'a> {
         if self.sent.is_multiple_of(LISTEN_ENTRIES) {
             self.listen()?;
         }
+        if self.is_written(path) {
+            return Ok(());
+        }
         let info = match info::info_of(dir, name) {
             Ok(info) => info,
             Err(errno) => return self.problem(path, &words(errno)),
         };
+        let is_last_written = self.after.as_deref() == Some(path);
         match info.kind.as_known() {
-            Some(FileKind::FILE_KIND_SYMLINK) => {
-                if self.is_written(path) {
-                    Ok(())
-                } else {
-                    self.announce(path, info, false)
-                }
-            }
-            Some(FileKind::FILE_KIND_FILE) if self.is_written(path) => Ok(()),
+            Some(FileKind::FILE_KIND_FILE | FileKind::FILE_KIND_SYMLINK) if is_last_written => Ok(()),
+            Some(FileKind::FILE_KIND_SYMLINK) => self.announce(path, info, false),
             Some(FileKind::FILE_KIND_FILE | FileKind::FILE_KIND_DIRECTORY) => {
                 // Without waiting: a pipe may have been put in the file's place.
                 let flags =
@@ -118,7 +103,7 @@ impl<'a> Sender<'a> {
         };
         let info = info::from_stat(&stat);
         match info.kind.as_known() {
-            Some(FileKind::FILE_KIND_FILE) => self.file(path, info, fd.into()),
+            Some(FileKind::FILE_KIND_FILE) => self.file(path, info, info::may_have_holes(&stat), fd.into()),
             Some(FileKind::FILE_KIND_DIRECTORY) => self.directory(path, info, &fd, depth),
             _ => self.problem(path, "a device, a pipe or a socket is not copied"),
         }
@@ -145,30 +130,34 @@ impl<'a> Sender<'a> {
         Ok(())
     }
 
-    fn file(&mut self, path: &[u8], info: FileInfo, mut file: File) -> Result<(), FilesError> {
+    fn file(
+        &mut self,
+        path: &[u8],
+        info: FileInfo,
+        may_have_holes: bool,
+        mut file: File,
+    ) -> Result<(), FilesError> {
         let size = info.size;
-        let may_have_holes = info.allocated_bytes < size;
         let modified = info.modified_unix_ns;
-        let resumable = size >= RESUMABLE_BYTES && !self.options.without_content;
+        let resumable = size >= RESUMABLE_BYTES;
         self.announce(path, info, resumable)?;
         let mut hasher = blake3::Hasher::new();
         let mut offset = 0;
         if resumable && !self.resume(&mut file, &mut hasher, &mut offset, size)? {
             return Ok(());
         }
-        let end = match self.content(&file, &mut hasher, offset, size, may_have_holes)? {
+        match self.content(&file, &mut hasher, offset, size, may_have_holes)? {
             Ok(()) => {
+                let hash = hasher.finalize().as_bytes().to_vec();
+                self.link.queue(guest::FileEnd { hash, ..guest::FileEnd::default() })?;
                 if fstat(&file).is_ok_and(|stat| modified_ns(&stat) != modified) {
-                    self.report.note(path, "changed while it was read");
+                    return self.problem(path, "changed while it was read");
                 }
-                guest::FileEnd { hash: hasher.finalize().as_bytes().to_vec(), ..guest::FileEnd::default() }
+                Ok(())
             }
-            Err(aborted) => {
-                self.report.note(path, aborted.clone());
-                guest::FileEnd { aborted, ..guest::FileEnd::default() }
-            }
-        };
-        self.link.queue(end)
+            // The receiver tells it as a problem.
+            Err(aborted) => self.link.queue(guest::FileEnd { aborted, ..guest::FileEnd::default() }),
+        }
     }
 
     /// Asks what the receiver has of the file, and goes on there if it is the file's beginning. Returns whether the receiver
@@ -227,15 +216,17 @@ impl<'a> Sender<'a> {
                 let data = &self.piece[..count];
                 hasher.update(data);
                 let length = u64::try_from(count).unwrap_or(0);
-                if !self.options.without_content {
-                    let data = guest::FileData { offset, data: data.to_vec(), ..guest::FileData::default() };
-                    self.link.queue(data)?;
-                    self.report.bytes += length;
-                    (self.progress)(&self.report);
-                    self.listen()?;
-                }
+                let data = guest::FileData { offset, data: data.to_vec(), ..guest::FileData::default() };
+                self.link.queue(data)?;
+                self.report.bytes += length;
+                (self.progress)(&self.report);
+                self.listen()?;
                 offset += length;
             }
+        }
+        if size == 0 && file.read_at(&mut self.piece[..1], 0).unwrap_or(0) > 0 {
+            // As in `/proc`, where a file has no size before it is read.
+            return Ok(Err("has no size before it is read: take what a program prints of it".to_owned()));
         }
         Ok(Ok(()))
     }
@@ -261,8 +252,11 @@ impl<'a> Sender<'a> {
         self.link.queue(problem)
     }
 
+    /// Returns whether an earlier transfer has written `path` with all that is below it.
     fn is_written(&self, path: &[u8]) -> bool {
-        self.options.after.as_ref().is_some_and(|after| path::order(path, after) != Ordering::Greater)
+        let Some(after) = &self.after else { return false };
+        // The directories on the way to it are not complete.
+        path::order(path, after) == Ordering::Less && !path::is_below(after, path)
     }
 
     fn listen(&mut self) -> Result<(), FilesError> {

@@ -1,13 +1,11 @@
 //! What a channel to files is asked for, one request after the other.
 
-use std::os::fd::AsFd as _;
-
 use cloister_api::guest;
 use rustix::fs::{OFlags, fstat};
 use rustix::io::Errno;
 
 use super::info;
-use super::{FileLink, FilesError, Receiver, ReceiverOptions, Report, Root, Sender, SenderOptions};
+use super::{FileLink, FilesError, Receiver, ReceiverOptions, Report, Root, Sender};
 use crate::frames::{Body, FrameError};
 
 /// Serves a channel until the other side closes it.
@@ -30,7 +28,7 @@ pub fn serve(mut link: FileLink, root: &Root) {
 fn answer(link: &mut FileLink, root: &Root, request: Body) -> Result<(), FilesError> {
     match request {
         Body::StatFile(request) => {
-            let info = stat(root, &request.path, request.follow)
+            let info = stat(root, &request.path)
                 .map_err(FilesError::kernel(format!("look at `{}`", text(&request.path))))?;
             link.queue(info)?;
             link.flush()
@@ -41,37 +39,25 @@ fn answer(link: &mut FileLink, root: &Root, request: Body) -> Result<(), FilesEr
     }
 }
 
-fn stat(root: &Root, path: &[u8], follow: bool) -> Result<guest::FileInfo, Errno> {
-    if follow {
-        return Ok(info::from_stat(&fstat(root.open(path, OFlags::PATH)?)?));
-    }
-    match root.open_parent(path)? {
-        (parent, Some(name)) => info::info_of(parent.as_fd(), &name),
-        (directory, None) => Ok(info::from_stat(&fstat(directory)?)),
-    }
+fn stat(root: &Root, path: &[u8]) -> Result<guest::FileInfo, Errno> {
+    Ok(info::from_stat(&fstat(root.open(path, OFlags::PATH)?)?))
 }
 
 fn send(link: &mut FileLink, root: &Root, request: guest::SendFiles) -> Result<(), FilesError> {
-    let options = SenderOptions {
-        without_content: request.without_content,
-        after: request.has_after.then_some(request.after),
-    };
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
     let top = root
         .open(&request.path, flags)
         .map_err(FilesError::kernel(format!("read `{}`", text(&request.path))))?;
     link.queue(guest::FileDone::default())?;
     let mut silent = |_: &Report| {};
-    Sender::new(link, options, &mut silent).run(top, b"").map(drop)
+    let after = request.has_after.then_some(request.after);
+    Sender::new(link, after, &mut silent).run(top, b"").map(drop)
 }
 
 fn receive(link: &mut FileLink, root: &Root, request: guest::ReceiveFiles) -> Result<(), FilesError> {
-    let directory = if request.make_path {
-        root.ensure_directory(&request.path)
-    } else {
-        root.open(&request.path, OFlags::PATH | OFlags::DIRECTORY)
-    };
-    let directory = directory.map_err(FilesError::kernel(format!("open `{}`", text(&request.path))))?;
+    let directory = root
+        .open(&request.path, OFlags::PATH | OFlags::DIRECTORY)
+        .map_err(FilesError::kernel(format!("open `{}`", text(&request.path))))?;
     link.queue(guest::FileDone::default())?;
     link.flush()?;
     let options = ReceiverOptions { keep_existing: request.keep_existing, ..ReceiverOptions::default() };

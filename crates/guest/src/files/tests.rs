@@ -25,7 +25,7 @@ fn carry(from: &Path, to: &Path, top: &[u8]) -> (Report, Report) {
         Receiver::new(&mut link, to, options, &mut |_| {}).run().unwrap()
     });
     let mut link = FileLink::new(one).unwrap();
-    let sent = Sender::new(&mut link, SenderOptions::default(), &mut |_| {}).run(from, b"").unwrap();
+    let sent = Sender::new(&mut link, None, &mut |_| {}).run(from, b"").unwrap();
     (sent, receiving.join().unwrap())
 }
 
@@ -129,6 +129,59 @@ fn a_cut_file_goes_on_where_it_was_cut_and_only_if_it_is_the_same() {
     let (sent, _) = carry(&from, &to, b"copy");
     assert_eq!(sent.resumed_bytes, 0, "another file's beginning was taken up");
     assert_eq!(fs::read(to.join("copy")).unwrap(), content);
+}
+
+#[test]
+fn a_part_that_somebody_else_laid_out_is_not_taken_up() {
+    if !rustix::process::geteuid().is_root() {
+        println!("SKIP: giving a file to another user needs root");
+        return;
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, to) = (scratch.path().join("big"), scratch.path().join("to"));
+    fs::write(&from, vec![3; 9 * 1024 * 1024]).unwrap();
+    fs::create_dir(&to).unwrap();
+    let info = info::from_stat(&rustix::fs::stat(&from).unwrap());
+    let mut left = part::Part::open(std::os::fd::AsFd::as_fd(&open(&to)), c"copy", &info, true).unwrap();
+    left.write(0, &[3; 1024]).unwrap();
+    let planted = fs::read_dir(&to).unwrap().next().unwrap().unwrap().path();
+    std::os::unix::fs::chown(&planted, Some(1234), Some(1234)).unwrap();
+
+    let (sent, _) = carry(&from, &to, b"copy");
+    assert_eq!((sent.resumed_bytes, sent.problem_count), (0, 0));
+    assert_eq!(fs::metadata(to.join("copy")).unwrap().uid(), 0);
+}
+
+#[test]
+fn a_tree_goes_on_behind_the_last_path_that_was_written() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (from, to) = (scratch.path().join("from"), scratch.path().join("to"));
+    for file in ["a/1", "b/1", "b/2", "b/3", "b-/1", "c"] {
+        fs::create_dir_all(from.join(file).parent().unwrap()).unwrap();
+        fs::write(from.join(file), file).unwrap();
+    }
+    fs::create_dir(&to).unwrap();
+    let (one, other) = UnixStream::pair().unwrap();
+    let directory = open(&to);
+    let receiving = std::thread::spawn(move || {
+        let mut link = FileLink::new(other).unwrap();
+        Receiver::new(&mut link, directory, ReceiverOptions::default(), &mut |_| {}).run().unwrap()
+    });
+    let mut link = FileLink::new(one).unwrap();
+    Sender::new(&mut link, Some(b"b/2".to_vec()), &mut |_| {}).run(open(&from), b"").unwrap();
+    receiving.join().unwrap();
+    let arrived = |file: &str| to.join(file).exists();
+    assert_eq!(["a", "b/1", "b/2"].map(arrived), [false; 3]);
+    assert_eq!(["b/3", "b-/1", "c"].map(arrived), [true; 3]);
+}
+
+#[test]
+fn a_file_without_a_size_is_no_empty_file() {
+    let to = tempfile::tempdir().unwrap();
+    let (sent, received) = carry(Path::new("/proc/version"), to.path(), b"copy");
+    assert_eq!((sent.problem_count, received.problem_count), (1, 1), "{sent:?}");
+    assert!(sent.problems[0].message.contains("no size"), "{sent:?}");
+    assert_eq!(fs::read_dir(to.path()).unwrap().count(), 0);
 }
 
 #[test]

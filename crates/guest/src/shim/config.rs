@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::build::gvisor;
 
+/// Name of a shim's configuration in its sandbox's directory.
+pub const CONFIG_FILE: &str = "shim.json";
 /// Name of the guest agent's socket in its sandbox's directory, on the host's kernel.
 pub(crate) const GUEST_SOCKET: &str = "guest.sock";
 

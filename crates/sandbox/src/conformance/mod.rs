@@ -7,6 +7,7 @@
 //!
 //! The matrix of cases and backends is in `docs/reference/backends.md`; a test compares its names with [`CASES`].
 
+mod channel;
 mod exec;
 mod life;
 mod limits;
@@ -139,6 +140,8 @@ cases! {
     terminal::a_new_size_reaches_the_program,
     terminal::ctrl_c_and_ctrl_d_are_typed,
     terminal::an_exec_without_a_terminal_has_none,
+    channel::files_are_written_as_the_channels_user,
+    channel::a_port_where_nobody_listens_is_closed,
     limits::memory_limit_is_reported_by_name,
     limits::the_sandbox_survives_the_work_running_out_of_memory,
     limits::process_limit_is_reported_by_name,

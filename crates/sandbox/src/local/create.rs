@@ -9,7 +9,9 @@ use std::process::{ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cloister_guest::shim::config::{CgroupConfig, DiskConfig, RootConfig, ShimConfig, ShimReport};
+use cloister_guest::shim::config::{
+    CONFIG_FILE, CgroupConfig, DiskConfig, RootConfig, ShimConfig, ShimReport,
+};
 use cloister_types::{BackendKind, IsolationFact};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::net::unix::pipe;
@@ -378,7 +380,7 @@ fn take(
     steps.done("layer");
     POINTS.reach("sandbox_after_layer");
     let config = shim_config(inner, paths, intent, files)?;
-    write_record(&directory.join("shim.json"), &config, false)
+    write_record(&directory.join(CONFIG_FILE), &config, false)
         .map_err(|error| SandboxError::failed("write the shim's configuration", error))?;
     POINTS.reach("sandbox_after_shim_config");
     let log = directory.join("shim.log");
@@ -443,7 +445,7 @@ fn spawn(inner: &Inner, intent: &Intent, directory: &Path, log: &Path) -> io::Re
     let log = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(log)?;
     let mut child = Command::new(&inner.guest)
         .args(["shim", "--config"])
-        .arg(directory.join("shim.json"))
+        .arg(directory.join(CONFIG_FILE))
         .current_dir("/")
         .env_clear()
         .stdin(Stdio::null())

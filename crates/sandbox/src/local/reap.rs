@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use cloister_guest::shim::config::{DiskConfig, SandboxExitRecord};
+use cloister_guest::shim::config::{CONFIG_FILE, DiskConfig, SandboxExitRecord};
 use cloister_guest::spool;
 use cloister_types::SandboxId;
 use cloister_types::session::Reason;
@@ -94,7 +94,7 @@ pub(super) fn is_shim_alive(sandbox_dir: &Path) -> bool {
 fn end_processes(intent: &Intent, directory: &Path) -> Result<(), SandboxError> {
     let deadline = Instant::now() + DEADLINE;
     let failed = |error| SandboxError::failed("end the sandbox's processes", error);
-    let config = intent.shim_config.clone().unwrap_or_else(|| directory.join("shim.json"));
+    let config = intent.shim_config.clone().unwrap_or_else(|| directory.join(CONFIG_FILE));
     if !children::has(&intent.sandbox_id) && !is_shim_alive(directory) {
         // One that an earlier process started may be starting still: without its parent it would build a sandbox that nobody knows.
         kill_shim(&config);

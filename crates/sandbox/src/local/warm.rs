@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cloister_guest::client::Client;
+use cloister_guest::shim::config::CONFIG_FILE;
 use cloister_types::{BackendKind, ByteCount, IsolationFact, Limits, SandboxId, SessionId};
 use tokio::sync::{Notify, OwnedMutexGuard};
 
@@ -394,7 +395,7 @@ fn rename(inner: &Inner, spec: &SandboxSpec, warm: &Intent) -> Result<Intent, Sa
         limits: spec.limits,
         hostname: spec.hostname.clone(),
         disk: inner.disk.plan(&session_dir, spec.limits.disk).map_err(disk_error)?,
-        shim_config: Some(from.sandbox_dir(&warm.sandbox_id).join("shim.json")),
+        shim_config: Some(from.sandbox_dir(&warm.sandbox_id).join(CONFIG_FILE)),
         created_unix_ms: unix_ms(),
         ..warm.clone()
     };

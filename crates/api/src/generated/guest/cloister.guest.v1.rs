@@ -11,10 +11,6 @@ pub enum ErrorKind {
     ERROR_KIND_NOT_RUNNING = 4i32,
     ERROR_KIND_EXHAUSTED = 5i32,
     ERROR_KIND_INTERNAL = 6i32,
-    /// The user of the channel may not do this to the file.
-    ERROR_KIND_PERMISSION_DENIED = 7i32,
-    /// Something is there already.
-    ERROR_KIND_EXISTS = 8i32,
 }
 impl ErrorKind {
     ///Idiomatic alias for [`Self::ERROR_KIND_UNSPECIFIED`]; `Debug` prints the variant name.
@@ -38,12 +34,6 @@ impl ErrorKind {
     ///Idiomatic alias for [`Self::ERROR_KIND_INTERNAL`]; `Debug` prints the variant name.
     #[allow(non_upper_case_globals)]
     pub const Internal: Self = Self::ERROR_KIND_INTERNAL;
-    ///Idiomatic alias for [`Self::ERROR_KIND_PERMISSION_DENIED`]; `Debug` prints the variant name.
-    #[allow(non_upper_case_globals)]
-    pub const PermissionDenied: Self = Self::ERROR_KIND_PERMISSION_DENIED;
-    ///Idiomatic alias for [`Self::ERROR_KIND_EXISTS`]; `Debug` prints the variant name.
-    #[allow(non_upper_case_globals)]
-    pub const Exists: Self = Self::ERROR_KIND_EXISTS;
 }
 impl ::core::default::Default for ErrorKind {
     fn default() -> Self {
@@ -60,8 +50,6 @@ impl ::buffa::Enumeration for ErrorKind {
             4i32 => ::core::option::Option::Some(Self::ERROR_KIND_NOT_RUNNING),
             5i32 => ::core::option::Option::Some(Self::ERROR_KIND_EXHAUSTED),
             6i32 => ::core::option::Option::Some(Self::ERROR_KIND_INTERNAL),
-            7i32 => ::core::option::Option::Some(Self::ERROR_KIND_PERMISSION_DENIED),
-            8i32 => ::core::option::Option::Some(Self::ERROR_KIND_EXISTS),
             _ => ::core::option::Option::None,
         }
     }
@@ -77,8 +65,6 @@ impl ::buffa::Enumeration for ErrorKind {
             Self::ERROR_KIND_NOT_RUNNING => "ERROR_KIND_NOT_RUNNING",
             Self::ERROR_KIND_EXHAUSTED => "ERROR_KIND_EXHAUSTED",
             Self::ERROR_KIND_INTERNAL => "ERROR_KIND_INTERNAL",
-            Self::ERROR_KIND_PERMISSION_DENIED => "ERROR_KIND_PERMISSION_DENIED",
-            Self::ERROR_KIND_EXISTS => "ERROR_KIND_EXISTS",
         }
     }
     fn from_proto_name(name: &str) -> ::core::option::Option<Self> {
@@ -104,10 +90,6 @@ impl ::buffa::Enumeration for ErrorKind {
             "ERROR_KIND_INTERNAL" => {
                 ::core::option::Option::Some(Self::ERROR_KIND_INTERNAL)
             }
-            "ERROR_KIND_PERMISSION_DENIED" => {
-                ::core::option::Option::Some(Self::ERROR_KIND_PERMISSION_DENIED)
-            }
-            "ERROR_KIND_EXISTS" => ::core::option::Option::Some(Self::ERROR_KIND_EXISTS),
             _ => ::core::option::Option::None,
         }
     }
@@ -120,8 +102,6 @@ impl ::buffa::Enumeration for ErrorKind {
             Self::ERROR_KIND_NOT_RUNNING,
             Self::ERROR_KIND_EXHAUSTED,
             Self::ERROR_KIND_INTERNAL,
-            Self::ERROR_KIND_PERMISSION_DENIED,
-            Self::ERROR_KIND_EXISTS,
         ]
     }
 }
@@ -6092,24 +6072,17 @@ impl ::buffa::ExtensionSet for ChannelOpened {
         &mut self.__buffa_unknown_fields
     }
 }
-/// What is at a path. Paths are absolute and resolved inside the sandbox; they and names are bytes, as the kernel has them.
+/// What is at a path, links followed. Paths are absolute and resolved inside the sandbox; they and names are bytes, as the kernel has them.
 #[derive(Clone, PartialEq, Default)]
 pub struct StatFile {
     /// Field 1: `path`
     pub path: ::buffa::alloc::vec::Vec<u8>,
-    /// Look at what a symbolic link leads to.
-    ///
-    /// Field 2: `follow`
-    pub follow: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
 impl ::core::fmt::Debug for StatFile {
     fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
-        f.debug_struct("StatFile")
-            .field("path", &self.path)
-            .field("follow", &self.follow)
-            .finish()
+        f.debug_struct("StatFile").field("path", &self.path).finish()
     }
 }
 impl StatFile {
@@ -6142,9 +6115,6 @@ impl ::buffa::Message for StatFile {
         if !self.path.is_empty() {
             size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
         }
-        if self.follow {
-            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
-        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -6157,9 +6127,6 @@ impl ::buffa::Message for StatFile {
         use ::buffa::Enumeration as _;
         if !self.path.is_empty() {
             ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
-        }
-        if self.follow {
-            ::buffa::types::put_bool_field(2u32, self.follow, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -6181,13 +6148,6 @@ impl ::buffa::Message for StatFile {
                 )?;
                 ::buffa::types::merge_bytes(&mut self.path, buf)?;
             }
-            2u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.follow = ::buffa::types::decode_bool(buf)?;
-            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -6197,7 +6157,6 @@ impl ::buffa::Message for StatFile {
     }
     fn clear(&mut self) {
         self.path.clear();
-        self.follow = false;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -6222,18 +6181,10 @@ pub struct FileInfo {
     pub size: u64,
     /// Field 4: `modified_unix_ns`
     pub modified_unix_ns: i64,
-    /// Field 5: `uid`
-    pub uid: u32,
-    /// Field 6: `gid`
-    pub gid: u32,
     /// Of a symbolic link.
     ///
-    /// Field 7: `link_target`
+    /// Field 5: `link_target`
     pub link_target: ::buffa::alloc::vec::Vec<u8>,
-    /// Bytes that it takes on the disk.
-    ///
-    /// Field 8: `allocated_bytes`
-    pub allocated_bytes: u64,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -6244,10 +6195,7 @@ impl ::core::fmt::Debug for FileInfo {
             .field("mode", &self.mode)
             .field("size", &self.size)
             .field("modified_unix_ns", &self.modified_unix_ns)
-            .field("uid", &self.uid)
-            .field("gid", &self.gid)
             .field("link_target", &self.link_target)
-            .field("allocated_bytes", &self.allocated_bytes)
             .finish()
     }
 }
@@ -6295,19 +6243,8 @@ impl ::buffa::Message for FileInfo {
                 += 1u64
                     + ::buffa::types::int64_encoded_len(self.modified_unix_ns) as u64;
         }
-        if self.uid != 0u32 {
-            size += 1u64 + ::buffa::types::uint32_encoded_len(self.uid) as u64;
-        }
-        if self.gid != 0u32 {
-            size += 1u64 + ::buffa::types::uint32_encoded_len(self.gid) as u64;
-        }
         if !self.link_target.is_empty() {
             size += 1u64 + ::buffa::types::bytes_encoded_len(&self.link_target) as u64;
-        }
-        if self.allocated_bytes != 0u64 {
-            size
-                += 1u64
-                    + ::buffa::types::uint64_encoded_len(self.allocated_bytes) as u64;
         }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
@@ -6334,17 +6271,8 @@ impl ::buffa::Message for FileInfo {
         if self.modified_unix_ns != 0i64 {
             ::buffa::types::put_int64_field(4u32, self.modified_unix_ns, buf);
         }
-        if self.uid != 0u32 {
-            ::buffa::types::put_uint32_field(5u32, self.uid, buf);
-        }
-        if self.gid != 0u32 {
-            ::buffa::types::put_uint32_field(6u32, self.gid, buf);
-        }
         if !self.link_target.is_empty() {
-            ::buffa::types::put_shared_bytes_field(7u32, &self.link_target, buf);
-        }
-        if self.allocated_bytes != 0u64 {
-            ::buffa::types::put_uint64_field(8u32, self.allocated_bytes, buf);
+            ::buffa::types::put_shared_bytes_field(5u32, &self.link_target, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -6390,30 +6318,9 @@ impl ::buffa::Message for FileInfo {
             5u32 => {
                 ::buffa::encoding::check_wire_type(
                     tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.uid = ::buffa::types::decode_uint32(buf)?;
-            }
-            6u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.gid = ::buffa::types::decode_uint32(buf)?;
-            }
-            7u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
                     ::buffa::encoding::WireType::LengthDelimited,
                 )?;
                 ::buffa::types::merge_bytes(&mut self.link_target, buf)?;
-            }
-            8u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.allocated_bytes = ::buffa::types::decode_uint64(buf)?;
             }
             _ => {
                 self.__buffa_unknown_fields
@@ -6427,10 +6334,7 @@ impl ::buffa::Message for FileInfo {
         self.mode = 0u32;
         self.size = 0u64;
         self.modified_unix_ns = 0i64;
-        self.uid = 0u32;
-        self.gid = 0u32;
         self.link_target.clear();
-        self.allocated_bytes = 0u64;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -6529,15 +6433,11 @@ impl ::buffa::ExtensionSet for FileDone {
 pub struct SendFiles {
     /// Field 1: `path`
     pub path: ::buffa::alloc::vec::Vec<u8>,
-    /// Entries and hashes only.
+    /// Leave out what an earlier transfer has written, up to this path.
     ///
-    /// Field 2: `without_content`
-    pub without_content: bool,
-    /// Leave out files and links up to this path, which an earlier transfer has written.
-    ///
-    /// Field 3: `after`
+    /// Field 2: `after`
     pub after: ::buffa::alloc::vec::Vec<u8>,
-    /// Field 4: `has_after`
+    /// Field 3: `has_after`
     pub has_after: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -6546,7 +6446,6 @@ impl ::core::fmt::Debug for SendFiles {
     fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
         f.debug_struct("SendFiles")
             .field("path", &self.path)
-            .field("without_content", &self.without_content)
             .field("after", &self.after)
             .field("has_after", &self.has_after)
             .finish()
@@ -6582,9 +6481,6 @@ impl ::buffa::Message for SendFiles {
         if !self.path.is_empty() {
             size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
         }
-        if self.without_content {
-            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
-        }
         if !self.after.is_empty() {
             size += 1u64 + ::buffa::types::bytes_encoded_len(&self.after) as u64;
         }
@@ -6604,14 +6500,11 @@ impl ::buffa::Message for SendFiles {
         if !self.path.is_empty() {
             ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
         }
-        if self.without_content {
-            ::buffa::types::put_bool_field(2u32, self.without_content, buf);
-        }
         if !self.after.is_empty() {
-            ::buffa::types::put_shared_bytes_field(3u32, &self.after, buf);
+            ::buffa::types::put_shared_bytes_field(2u32, &self.after, buf);
         }
         if self.has_after {
-            ::buffa::types::put_bool_field(4u32, self.has_after, buf);
+            ::buffa::types::put_bool_field(3u32, self.has_after, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -6636,18 +6529,11 @@ impl ::buffa::Message for SendFiles {
             2u32 => {
                 ::buffa::encoding::check_wire_type(
                     tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.without_content = ::buffa::types::decode_bool(buf)?;
-            }
-            3u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
                     ::buffa::encoding::WireType::LengthDelimited,
                 )?;
                 ::buffa::types::merge_bytes(&mut self.after, buf)?;
             }
-            4u32 => {
+            3u32 => {
                 ::buffa::encoding::check_wire_type(
                     tag,
                     ::buffa::encoding::WireType::Varint,
@@ -6663,7 +6549,6 @@ impl ::buffa::Message for SendFiles {
     }
     fn clear(&mut self) {
         self.path.clear();
-        self.without_content = false;
         self.after.clear();
         self.has_after = false;
         self.__buffa_unknown_fields.clear();
@@ -6685,13 +6570,9 @@ pub struct ReceiveFiles {
     ///
     /// Field 1: `path`
     pub path: ::buffa::alloc::vec::Vec<u8>,
-    /// Make it, and its parents, when it is missing.
-    ///
-    /// Field 2: `make_path`
-    pub make_path: bool,
     /// Refuse to replace files.
     ///
-    /// Field 3: `keep_existing`
+    /// Field 2: `keep_existing`
     pub keep_existing: bool,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
@@ -6700,7 +6581,6 @@ impl ::core::fmt::Debug for ReceiveFiles {
     fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
         f.debug_struct("ReceiveFiles")
             .field("path", &self.path)
-            .field("make_path", &self.make_path)
             .field("keep_existing", &self.keep_existing)
             .finish()
     }
@@ -6735,9 +6615,6 @@ impl ::buffa::Message for ReceiveFiles {
         if !self.path.is_empty() {
             size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
         }
-        if self.make_path {
-            size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
-        }
         if self.keep_existing {
             size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
         }
@@ -6754,11 +6631,8 @@ impl ::buffa::Message for ReceiveFiles {
         if !self.path.is_empty() {
             ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
         }
-        if self.make_path {
-            ::buffa::types::put_bool_field(2u32, self.make_path, buf);
-        }
         if self.keep_existing {
-            ::buffa::types::put_bool_field(3u32, self.keep_existing, buf);
+            ::buffa::types::put_bool_field(2u32, self.keep_existing, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -6785,13 +6659,6 @@ impl ::buffa::Message for ReceiveFiles {
                     tag,
                     ::buffa::encoding::WireType::Varint,
                 )?;
-                self.make_path = ::buffa::types::decode_bool(buf)?;
-            }
-            3u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
                 self.keep_existing = ::buffa::types::decode_bool(buf)?;
             }
             _ => {
@@ -6803,7 +6670,6 @@ impl ::buffa::Message for ReceiveFiles {
     }
     fn clear(&mut self) {
         self.path.clear();
-        self.make_path = false;
         self.keep_existing = false;
         self.__buffa_unknown_fields.clear();
     }
@@ -7536,8 +7402,6 @@ pub struct FilesWritten {
     pub path: ::buffa::alloc::vec::Vec<u8>,
     /// Field 2: `entries`
     pub entries: u64,
-    /// Field 3: `bytes`
-    pub bytes: u64,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
@@ -7546,7 +7410,6 @@ impl ::core::fmt::Debug for FilesWritten {
         f.debug_struct("FilesWritten")
             .field("path", &self.path)
             .field("entries", &self.entries)
-            .field("bytes", &self.bytes)
             .finish()
     }
 }
@@ -7583,9 +7446,6 @@ impl ::buffa::Message for FilesWritten {
         if self.entries != 0u64 {
             size += 1u64 + ::buffa::types::uint64_encoded_len(self.entries) as u64;
         }
-        if self.bytes != 0u64 {
-            size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
-        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -7601,9 +7461,6 @@ impl ::buffa::Message for FilesWritten {
         }
         if self.entries != 0u64 {
             ::buffa::types::put_uint64_field(2u32, self.entries, buf);
-        }
-        if self.bytes != 0u64 {
-            ::buffa::types::put_uint64_field(3u32, self.bytes, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -7632,13 +7489,6 @@ impl ::buffa::Message for FilesWritten {
                 )?;
                 self.entries = ::buffa::types::decode_uint64(buf)?;
             }
-            3u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.bytes = ::buffa::types::decode_uint64(buf)?;
-            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -7649,7 +7499,6 @@ impl ::buffa::Message for FilesWritten {
     fn clear(&mut self) {
         self.path.clear();
         self.entries = 0u64;
-        self.bytes = 0u64;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -7662,25 +7511,17 @@ impl ::buffa::ExtensionSet for FilesWritten {
         &mut self.__buffa_unknown_fields
     }
 }
-/// The sender has no more; the receiver answers with the same when all of it is in its place.
+/// The sender has no more; the receiver answers with the same when all of it is in its place, and says how many entries that are.
 #[derive(Clone, PartialEq, Default)]
 pub struct TransferEnd {
     /// Field 1: `entries`
     pub entries: u64,
-    /// Field 2: `bytes`
-    pub bytes: u64,
-    /// Field 3: `problems`
-    pub problems: u64,
     #[doc(hidden)]
     pub __buffa_unknown_fields: ::buffa::UnknownFields,
 }
 impl ::core::fmt::Debug for TransferEnd {
     fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
-        f.debug_struct("TransferEnd")
-            .field("entries", &self.entries)
-            .field("bytes", &self.bytes)
-            .field("problems", &self.problems)
-            .finish()
+        f.debug_struct("TransferEnd").field("entries", &self.entries).finish()
     }
 }
 impl TransferEnd {
@@ -7713,12 +7554,6 @@ impl ::buffa::Message for TransferEnd {
         if self.entries != 0u64 {
             size += 1u64 + ::buffa::types::uint64_encoded_len(self.entries) as u64;
         }
-        if self.bytes != 0u64 {
-            size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
-        }
-        if self.problems != 0u64 {
-            size += 1u64 + ::buffa::types::uint64_encoded_len(self.problems) as u64;
-        }
         size += self.__buffa_unknown_fields.encoded_len() as u64;
         ::buffa::saturate_size(size)
     }
@@ -7731,12 +7566,6 @@ impl ::buffa::Message for TransferEnd {
         use ::buffa::Enumeration as _;
         if self.entries != 0u64 {
             ::buffa::types::put_uint64_field(1u32, self.entries, buf);
-        }
-        if self.bytes != 0u64 {
-            ::buffa::types::put_uint64_field(2u32, self.bytes, buf);
-        }
-        if self.problems != 0u64 {
-            ::buffa::types::put_uint64_field(3u32, self.problems, buf);
         }
         self.__buffa_unknown_fields.write_to(buf);
     }
@@ -7758,20 +7587,6 @@ impl ::buffa::Message for TransferEnd {
                 )?;
                 self.entries = ::buffa::types::decode_uint64(buf)?;
             }
-            2u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.bytes = ::buffa::types::decode_uint64(buf)?;
-            }
-            3u32 => {
-                ::buffa::encoding::check_wire_type(
-                    tag,
-                    ::buffa::encoding::WireType::Varint,
-                )?;
-                self.problems = ::buffa::types::decode_uint64(buf)?;
-            }
             _ => {
                 self.__buffa_unknown_fields
                     .push(::buffa::encoding::decode_unknown_field(tag, buf, ctx)?);
@@ -7781,8 +7596,6 @@ impl ::buffa::Message for TransferEnd {
     }
     fn clear(&mut self) {
         self.entries = 0u64;
-        self.bytes = 0u64;
-        self.problems = 0u64;
         self.__buffa_unknown_fields.clear();
     }
 }
@@ -19812,15 +19625,11 @@ pub mod __buffa {
             type View<'a> = ChannelOpenedView<'a>;
             type ViewHandle = ChannelOpenedOwnedView;
         }
-        /// What is at a path. Paths are absolute and resolved inside the sandbox; they and names are bytes, as the kernel has them.
+        /// What is at a path, links followed. Paths are absolute and resolved inside the sandbox; they and names are bytes, as the kernel has them.
         #[derive(Clone, Debug, Default)]
         pub struct StatFileView<'a> {
             /// Field 1: `path`
             pub path: &'a [u8],
-            /// Look at what a symbolic link leads to.
-            ///
-            /// Field 2: `follow`
-            pub follow: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for StatFileView<'a> {
@@ -19866,13 +19675,6 @@ pub mod __buffa {
                         )?;
                         view.path = ::buffa::types::borrow_bytes(&mut cur)?;
                     }
-                    2u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.follow = ::buffa::types::decode_bool(&mut cur)?;
-                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -19897,7 +19699,6 @@ pub mod __buffa {
                 let _ = __buffa_src;
                 ::core::result::Result::Ok(super::super::StatFile {
                     path: (self.path).to_vec(),
-                    follow: self.follow,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -19915,9 +19716,6 @@ pub mod __buffa {
                 if !self.path.is_empty() {
                     size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
                 }
-                if self.follow {
-                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
-                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -19931,9 +19729,6 @@ pub mod __buffa {
                 use ::buffa::Enumeration as _;
                 if !self.path.is_empty() {
                     ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
-                }
-                if self.follow {
-                    ::buffa::types::put_bool_field(2u32, self.follow, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -20033,13 +19828,6 @@ pub mod __buffa {
             pub fn path(&self) -> &'_ [u8] {
                 self.0.reborrow().path
             }
-            /// Look at what a symbolic link leads to.
-            ///
-            /// Field 2: `follow`
-            #[must_use]
-            pub fn follow(&self) -> bool {
-                self.0.reborrow().follow
-            }
         }
         impl ::core::convert::From<::buffa::OwnedView<StatFileView<'static>>>
         for StatFileOwnedView {
@@ -20075,18 +19863,10 @@ pub mod __buffa {
             pub size: u64,
             /// Field 4: `modified_unix_ns`
             pub modified_unix_ns: i64,
-            /// Field 5: `uid`
-            pub uid: u32,
-            /// Field 6: `gid`
-            pub gid: u32,
             /// Of a symbolic link.
             ///
-            /// Field 7: `link_target`
+            /// Field 5: `link_target`
             pub link_target: &'a [u8],
-            /// Bytes that it takes on the disk.
-            ///
-            /// Field 8: `allocated_bytes`
-            pub allocated_bytes: u64,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for FileInfoView<'a> {
@@ -20158,30 +19938,9 @@ pub mod __buffa {
                     5u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.uid = ::buffa::types::decode_uint32(&mut cur)?;
-                    }
-                    6u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.gid = ::buffa::types::decode_uint32(&mut cur)?;
-                    }
-                    7u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
                             ::buffa::encoding::WireType::LengthDelimited,
                         )?;
                         view.link_target = ::buffa::types::borrow_bytes(&mut cur)?;
-                    }
-                    8u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.allocated_bytes = ::buffa::types::decode_uint64(&mut cur)?;
                     }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
@@ -20210,10 +19969,7 @@ pub mod __buffa {
                     mode: self.mode,
                     size: self.size,
                     modified_unix_ns: self.modified_unix_ns,
-                    uid: self.uid,
-                    gid: self.gid,
                     link_target: (self.link_target).to_vec(),
-                    allocated_bytes: self.allocated_bytes,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -20246,22 +20002,10 @@ pub mod __buffa {
                             + ::buffa::types::int64_encoded_len(self.modified_unix_ns)
                                 as u64;
                 }
-                if self.uid != 0u32 {
-                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.uid) as u64;
-                }
-                if self.gid != 0u32 {
-                    size += 1u64 + ::buffa::types::uint32_encoded_len(self.gid) as u64;
-                }
                 if !self.link_target.is_empty() {
                     size
                         += 1u64
                             + ::buffa::types::bytes_encoded_len(&self.link_target)
-                                as u64;
-                }
-                if self.allocated_bytes != 0u64 {
-                    size
-                        += 1u64
-                            + ::buffa::types::uint64_encoded_len(self.allocated_bytes)
                                 as u64;
                 }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
@@ -20290,17 +20034,8 @@ pub mod __buffa {
                 if self.modified_unix_ns != 0i64 {
                     ::buffa::types::put_int64_field(4u32, self.modified_unix_ns, buf);
                 }
-                if self.uid != 0u32 {
-                    ::buffa::types::put_uint32_field(5u32, self.uid, buf);
-                }
-                if self.gid != 0u32 {
-                    ::buffa::types::put_uint32_field(6u32, self.gid, buf);
-                }
                 if !self.link_target.is_empty() {
-                    ::buffa::types::put_shared_bytes_field(7u32, &self.link_target, buf);
-                }
-                if self.allocated_bytes != 0u64 {
-                    ::buffa::types::put_uint64_field(8u32, self.allocated_bytes, buf);
+                    ::buffa::types::put_shared_bytes_field(5u32, &self.link_target, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -20417,29 +20152,12 @@ pub mod __buffa {
             pub fn modified_unix_ns(&self) -> i64 {
                 self.0.reborrow().modified_unix_ns
             }
-            /// Field 5: `uid`
-            #[must_use]
-            pub fn uid(&self) -> u32 {
-                self.0.reborrow().uid
-            }
-            /// Field 6: `gid`
-            #[must_use]
-            pub fn gid(&self) -> u32 {
-                self.0.reborrow().gid
-            }
             /// Of a symbolic link.
             ///
-            /// Field 7: `link_target`
+            /// Field 5: `link_target`
             #[must_use]
             pub fn link_target(&self) -> &'_ [u8] {
                 self.0.reborrow().link_target
-            }
-            /// Bytes that it takes on the disk.
-            ///
-            /// Field 8: `allocated_bytes`
-            #[must_use]
-            pub fn allocated_bytes(&self) -> u64 {
-                self.0.reborrow().allocated_bytes
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<FileInfoView<'static>>>
@@ -20674,15 +20392,11 @@ pub mod __buffa {
         pub struct SendFilesView<'a> {
             /// Field 1: `path`
             pub path: &'a [u8],
-            /// Entries and hashes only.
+            /// Leave out what an earlier transfer has written, up to this path.
             ///
-            /// Field 2: `without_content`
-            pub without_content: bool,
-            /// Leave out files and links up to this path, which an earlier transfer has written.
-            ///
-            /// Field 3: `after`
+            /// Field 2: `after`
             pub after: &'a [u8],
-            /// Field 4: `has_after`
+            /// Field 3: `has_after`
             pub has_after: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
@@ -20732,18 +20446,11 @@ pub mod __buffa {
                     2u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.without_content = ::buffa::types::decode_bool(&mut cur)?;
-                    }
-                    3u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
                             ::buffa::encoding::WireType::LengthDelimited,
                         )?;
                         view.after = ::buffa::types::borrow_bytes(&mut cur)?;
                     }
-                    4u32 => {
+                    3u32 => {
                         ::buffa::encoding::check_wire_type(
                             tag,
                             ::buffa::encoding::WireType::Varint,
@@ -20774,7 +20481,6 @@ pub mod __buffa {
                 let _ = __buffa_src;
                 ::core::result::Result::Ok(super::super::SendFiles {
                     path: (self.path).to_vec(),
-                    without_content: self.without_content,
                     after: (self.after).to_vec(),
                     has_after: self.has_after,
                     __buffa_unknown_fields: self
@@ -20793,9 +20499,6 @@ pub mod __buffa {
                 let mut size = 0u64;
                 if !self.path.is_empty() {
                     size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
-                }
-                if self.without_content {
-                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
                 if !self.after.is_empty() {
                     size += 1u64 + ::buffa::types::bytes_encoded_len(&self.after) as u64;
@@ -20817,14 +20520,11 @@ pub mod __buffa {
                 if !self.path.is_empty() {
                     ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
                 }
-                if self.without_content {
-                    ::buffa::types::put_bool_field(2u32, self.without_content, buf);
-                }
                 if !self.after.is_empty() {
-                    ::buffa::types::put_shared_bytes_field(3u32, &self.after, buf);
+                    ::buffa::types::put_shared_bytes_field(2u32, &self.after, buf);
                 }
                 if self.has_after {
-                    ::buffa::types::put_bool_field(4u32, self.has_after, buf);
+                    ::buffa::types::put_bool_field(3u32, self.has_after, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -20924,21 +20624,14 @@ pub mod __buffa {
             pub fn path(&self) -> &'_ [u8] {
                 self.0.reborrow().path
             }
-            /// Entries and hashes only.
+            /// Leave out what an earlier transfer has written, up to this path.
             ///
-            /// Field 2: `without_content`
-            #[must_use]
-            pub fn without_content(&self) -> bool {
-                self.0.reborrow().without_content
-            }
-            /// Leave out files and links up to this path, which an earlier transfer has written.
-            ///
-            /// Field 3: `after`
+            /// Field 2: `after`
             #[must_use]
             pub fn after(&self) -> &'_ [u8] {
                 self.0.reborrow().after
             }
-            /// Field 4: `has_after`
+            /// Field 3: `has_after`
             #[must_use]
             pub fn has_after(&self) -> bool {
                 self.0.reborrow().has_after
@@ -20973,13 +20666,9 @@ pub mod __buffa {
             ///
             /// Field 1: `path`
             pub path: &'a [u8],
-            /// Make it, and its parents, when it is missing.
-            ///
-            /// Field 2: `make_path`
-            pub make_path: bool,
             /// Refuse to replace files.
             ///
-            /// Field 3: `keep_existing`
+            /// Field 2: `keep_existing`
             pub keep_existing: bool,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
@@ -21031,13 +20720,6 @@ pub mod __buffa {
                             tag,
                             ::buffa::encoding::WireType::Varint,
                         )?;
-                        view.make_path = ::buffa::types::decode_bool(&mut cur)?;
-                    }
-                    3u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
                         view.keep_existing = ::buffa::types::decode_bool(&mut cur)?;
                     }
                     _ => {
@@ -21070,7 +20752,6 @@ pub mod __buffa {
                 let _ = __buffa_src;
                 ::core::result::Result::Ok(super::super::ReceiveFiles {
                     path: (self.path).to_vec(),
-                    make_path: self.make_path,
                     keep_existing: self.keep_existing,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
@@ -21089,9 +20770,6 @@ pub mod __buffa {
                 if !self.path.is_empty() {
                     size += 1u64 + ::buffa::types::bytes_encoded_len(&self.path) as u64;
                 }
-                if self.make_path {
-                    size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
-                }
                 if self.keep_existing {
                     size += 1u64 + ::buffa::types::BOOL_ENCODED_LEN as u64;
                 }
@@ -21109,11 +20787,8 @@ pub mod __buffa {
                 if !self.path.is_empty() {
                     ::buffa::types::put_shared_bytes_field(1u32, &self.path, buf);
                 }
-                if self.make_path {
-                    ::buffa::types::put_bool_field(2u32, self.make_path, buf);
-                }
                 if self.keep_existing {
-                    ::buffa::types::put_bool_field(3u32, self.keep_existing, buf);
+                    ::buffa::types::put_bool_field(2u32, self.keep_existing, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -21215,16 +20890,9 @@ pub mod __buffa {
             pub fn path(&self) -> &'_ [u8] {
                 self.0.reborrow().path
             }
-            /// Make it, and its parents, when it is missing.
-            ///
-            /// Field 2: `make_path`
-            #[must_use]
-            pub fn make_path(&self) -> bool {
-                self.0.reborrow().make_path
-            }
             /// Refuse to replace files.
             ///
-            /// Field 3: `keep_existing`
+            /// Field 2: `keep_existing`
             #[must_use]
             pub fn keep_existing(&self) -> bool {
                 self.0.reborrow().keep_existing
@@ -22804,8 +22472,6 @@ pub mod __buffa {
             pub path: &'a [u8],
             /// Field 2: `entries`
             pub entries: u64,
-            /// Field 3: `bytes`
-            pub bytes: u64,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for FilesWrittenView<'a> {
@@ -22858,13 +22524,6 @@ pub mod __buffa {
                         )?;
                         view.entries = ::buffa::types::decode_uint64(&mut cur)?;
                     }
-                    3u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.bytes = ::buffa::types::decode_uint64(&mut cur)?;
-                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -22896,7 +22555,6 @@ pub mod __buffa {
                 ::core::result::Result::Ok(super::super::FilesWritten {
                     path: (self.path).to_vec(),
                     entries: self.entries,
-                    bytes: self.bytes,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -22919,9 +22577,6 @@ pub mod __buffa {
                         += 1u64
                             + ::buffa::types::uint64_encoded_len(self.entries) as u64;
                 }
-                if self.bytes != 0u64 {
-                    size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
-                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -22938,9 +22593,6 @@ pub mod __buffa {
                 }
                 if self.entries != 0u64 {
                     ::buffa::types::put_uint64_field(2u32, self.entries, buf);
-                }
-                if self.bytes != 0u64 {
-                    ::buffa::types::put_uint64_field(3u32, self.bytes, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -23068,15 +22720,11 @@ pub mod __buffa {
             type View<'a> = FilesWrittenView<'a>;
             type ViewHandle = FilesWrittenOwnedView;
         }
-        /// The sender has no more; the receiver answers with the same when all of it is in its place.
+        /// The sender has no more; the receiver answers with the same when all of it is in its place, and says how many entries that are.
         #[derive(Clone, Debug, Default)]
         pub struct TransferEndView<'a> {
             /// Field 1: `entries`
             pub entries: u64,
-            /// Field 2: `bytes`
-            pub bytes: u64,
-            /// Field 3: `problems`
-            pub problems: u64,
             pub __buffa_unknown_fields: ::buffa::UnknownFieldsView<'a>,
         }
         impl<'a> ::buffa::MessageView<'a> for TransferEndView<'a> {
@@ -23122,20 +22770,6 @@ pub mod __buffa {
                         )?;
                         view.entries = ::buffa::types::decode_uint64(&mut cur)?;
                     }
-                    2u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.bytes = ::buffa::types::decode_uint64(&mut cur)?;
-                    }
-                    3u32 => {
-                        ::buffa::encoding::check_wire_type(
-                            tag,
-                            ::buffa::encoding::WireType::Varint,
-                        )?;
-                        view.problems = ::buffa::types::decode_uint64(&mut cur)?;
-                    }
                     _ => {
                         ::buffa::encoding::skip_field_depth(tag, &mut cur, ctx.depth())?;
                         let span_len = before_tag.len() - cur.len();
@@ -23166,8 +22800,6 @@ pub mod __buffa {
                 let _ = __buffa_src;
                 ::core::result::Result::Ok(super::super::TransferEnd {
                     entries: self.entries,
-                    bytes: self.bytes,
-                    problems: self.problems,
                     __buffa_unknown_fields: self
                         .__buffa_unknown_fields
                         .to_owned()?
@@ -23187,14 +22819,6 @@ pub mod __buffa {
                         += 1u64
                             + ::buffa::types::uint64_encoded_len(self.entries) as u64;
                 }
-                if self.bytes != 0u64 {
-                    size += 1u64 + ::buffa::types::uint64_encoded_len(self.bytes) as u64;
-                }
-                if self.problems != 0u64 {
-                    size
-                        += 1u64
-                            + ::buffa::types::uint64_encoded_len(self.problems) as u64;
-                }
                 size += self.__buffa_unknown_fields.encoded_len() as u64;
                 ::buffa::saturate_size(size)
             }
@@ -23208,12 +22832,6 @@ pub mod __buffa {
                 use ::buffa::Enumeration as _;
                 if self.entries != 0u64 {
                     ::buffa::types::put_uint64_field(1u32, self.entries, buf);
-                }
-                if self.bytes != 0u64 {
-                    ::buffa::types::put_uint64_field(2u32, self.bytes, buf);
-                }
-                if self.problems != 0u64 {
-                    ::buffa::types::put_uint64_field(3u32, self.problems, buf);
                 }
                 self.__buffa_unknown_fields.write_to(buf);
             }
@@ -23312,11 +22930,6 @@ pub mod __buffa {
             #[must_use]
             pub fn entries(&self) -> u64 {
                 self.0.reborrow().entries
-            }
-            /// Field 3: `problems`
-            #[must_use]
-            pub fn problems(&self) -> u64 {
-                self.0.reborrow().problems
             }
         }
         impl ::core::convert::From<::buffa::OwnedView<TransferEndView<'static>>>
